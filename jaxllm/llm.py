@@ -197,7 +197,8 @@ class LLM(Inside, Controls):
         count = len(ready)
         adapters, steers = _adapters(lora_request, count), steering.steers_of(steer, count)
         requests: list[Item] = [(one.prompt.text, one.prompt.token_ids, one.prompt.params) for one in ready]
-        answers = self._run(requests, use_tqdm, adapters=adapters, steers=steers)
+        images = [one.prompt.images for one in ready]
+        answers = self._run(requests, use_tqdm, adapters=adapters, steers=steers, images=images)
         if reads:
             for prompt, output in zip(ready, answers, strict=True):
                 read_output(prompt, output)

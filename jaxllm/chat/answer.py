@@ -47,6 +47,7 @@ async def speak(
         sampling_params=prompt.params,
         priority=priority,
         cache_salt=cache_salt,
+        images=prompt.images,
     )
     searches = [] if prompt.beam_search is None else [prompt.beam_search]
     reader = ready.reader(prompt.params.n)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from jaxllm.chat.custom import PARAMETERS, TextInput
 from jaxllm.chat.events import ToolFormat
+from jaxllm.chat.pictures import Part, Picture, content_of, given_picture
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.requests.sampling import INT32_MAX, SamplingParams
 from jaxllm.requests.structured_outputs import StructuredOutputs
@@ -140,11 +141,20 @@ class Message:
     """Of the speaker, for templates that show it; a tool's message has the tool's."""
     given: Mapping[str, Any] | None = None
     """A notebook's message, which the template gets as it is: it may have what only that template knows."""
+    parts: Sequence[Part] = ()
+    """Texts and images in order, where there are images."""
+
+    @classmethod
+    def of(cls, role: str, parts: Iterable[Part], **others: Any) -> Message:
+        parts = list(parts)
+        texts = [part for part in parts if isinstance(part, str)]
+        return cls(role, "\n".join(texts), parts=parts if len(texts) < len(parts) else (), **others)
 
     def for_template(self) -> dict[str, Any]:
+        content = content_of(self.parts) if self.parts else self.text
         if self.given is not None:
-            return dict(self.given)
-        message: dict[str, Any] = {"role": self.role, "content": self.text}
+            return dict(self.given) | ({"content": content} if self.parts else {})
+        message: dict[str, Any] = {"role": self.role, "content": content}
         if self.calls:
             message["tool_calls"] = [call.for_template() for call in self.calls]
         optional = {"name": self.name, "tool_call_id": self.call_id, "reasoning_content": self.reasoning}
@@ -217,6 +227,7 @@ class Conversation:
         structured_outputs: what the answer's text must match, wherever it begins.
         separate_reasoning: whether reasoning is told apart from the answer's text, or stays in it.
         reasoning_control: reasoning without a budget can be ended while it is written, too.
+        image_sizes: see `row_limits`.
 
     Raises InvalidRequestError: there are too many messages, or calls and their results do not belong together.
     """
@@ -229,27 +240,49 @@ class Conversation:
     structured_outputs: StructuredOutputs | None = None
     separate_reasoning: bool = True
     reasoning_control: bool = False
+    image_sizes: Mapping[Any, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if all(message.given is None for message in self.messages):
             check_pieces(len(self.messages) + sum(len(message.calls) for message in self.messages))
             _match_calls(self.messages)
+        for at, message in enumerate(self.messages):
+            for number, part in enumerate(message.parts):
+                if isinstance(part, Picture):
+                    part.place = part.place or Field("messages", at, "content", number)
+
+    def refuse_images(self) -> None:
+        if self.pictures:
+            raise self.pictures[0].refused(" is an image, which is not available here: only text is")
+
+    @property
+    def pictures(self) -> list[Picture]:
+        return [part for message in self.messages for part in message.parts if isinstance(part, Picture)]
 
 
 def given_messages(messages: Sequence[Any]) -> list[Message]:
-    """Messages of a notebook, arguments of calls as objects. Raises InvalidRequestError for all but text."""
+    """Messages of a notebook, arguments of calls as objects. Raises InvalidRequestError: they have other media."""
     from jaxllm.text.chat_template import check_text  # it loads jinja2
 
-    check_text(messages)
+    messages = [_with_pictures(message) for message in messages]
+    check_text(messages, Picture)
     found = []
     for message in messages:
         content = message.get("content") or ""
-        text = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+        parts = [content] if isinstance(content, str) else content
+        said = [part if isinstance(part, Part) else part["text"] for part in parts]
         given = dict(message)
         if isinstance(calls := message.get("tool_calls"), list):
             given["tool_calls"] = [_with_object(call) for call in calls]
-        found.append(Message(str(message.get("role")), text, given=given))
+        found.append(Message.of(str(message.get("role")), said, given=given))
     return found
+
+
+def _with_pictures(message: Any) -> Any:
+    match message:
+        case {"content": list(parts)}:
+            return {**message, "content": [given_picture(part) or part for part in parts]}
+    return message
 
 
 def _with_object(call: Any) -> Any:

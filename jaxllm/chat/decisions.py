@@ -169,6 +169,7 @@ def prepare(model: ChatModel, messages: Sequence[Message], questions: Sequence[Q
     Raises InvalidRequestError: the model writes no text, its tokenizer has too few labels, or a prompt is too long.
     """
     refuse_text(model.engine.info.tasks)
+    Conversation(messages=list(messages)).refuse_images()
     context = model.engine.info.max_model_len
     probe = _rendered(model, [Message("user", "?")])
     opening = answer_opening(probe)

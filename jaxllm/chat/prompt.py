@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,10 +27,13 @@ from jaxllm.chat.conversation import (
 from jaxllm.chat.events import OutputFormats
 from jaxllm.chat.formats import detect_formats
 from jaxllm.chat.parser import AnswerReader, OutputParser
+from jaxllm.chat.pictures import PLACE, SEAM, Picture, Sent, as_text, row_limits, without_marks
 from jaxllm.engine.doors.beams import BeamSearchParams
+from jaxllm.engine.doors.eyes import RowLimits
 from jaxllm.engine.doors.sequences import check_request, refuse_text
 from jaxllm.engine.messages import PlacedImages
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
+from jaxllm.mcp.tools import ToolResult
 from jaxllm.requests.sampling import LOGPROBS_MODES, SamplingParams
 from jaxllm.requests.steering import Patching
 from jaxllm.text.chat_template import in_format
@@ -195,6 +199,7 @@ class Rendered:
     token_ids: list[int]
     formats: OutputFormats
     template: str
+    images: PlacedImages | None = None
 
 
 @dataclass
@@ -244,7 +249,10 @@ def prepare(model: ChatModel, conversation: Conversation, settings: AnswerSettin
         derived["predicted_token_ids"] = predicted
     derived["shown_special_token_ids"] = model.marker_ids(formats, with_tools=bool(conversation.tools))
     params = sampling_params(model, settings, **derived)
+    if rendered.images is not None and settings.truncate_prompt_tokens is not None:
+        raise InvalidRequestError([Field("truncate_prompt_tokens"), " is not available with images; leave it out"])
     prompt = fitted(model, rendered.token_ids, params, settings, Field("messages"))
+    prompt.images = rendered.images
     prompt.params = room_for_constraint(prompt.params, conversation, formats.reasoning, in_reasoning=in_reasoning)
     return ConversationPrompt(prompt, formats, conversation, in_reasoning)
 
@@ -260,17 +268,64 @@ def prepare_params(model: ChatModel, conversation: Conversation, params: Samplin
         derived["shown_special_token_ids"] = [*params.shown_special_token_ids, *markers]
     params = dataclasses.replace(params, **derived)
     params = room_for_constraint(params, conversation, rendered.formats.reasoning, in_reasoning=in_reasoning)
-    prompt = Prompt(rendered.token_ids, params, rendered.text)
+    prompt = Prompt(rendered.token_ids, params, rendered.text, images=rendered.images)
     return ConversationPrompt(prompt, rendered.formats, conversation, in_reasoning)
 
 
 def render(model: ChatModel, conversation: Conversation, *, may_be_cut: bool = False) -> Rendered:
     """The prompt of a conversation, which need not fit the context if it `may_be_cut`. Raises InvalidRequestError."""
+    pictures = shown_pictures(model, conversation)
     values = _template_values(model, conversation, may_be_cut=may_be_cut)
     text, template = model.tokenizer.render(values, own=model.chat_template), values["template"]
-    special = conversation.rendering.special_tokens
-    token_ids = model.encode(text, Field("messages"), add_special_tokens=special, may_be_cut=may_be_cut)
-    return Rendered(text, token_ids, model.formats(template), template)
+    if PLACE in text:
+        text = text.replace(PLACE, _image_text(model, values))
+    special, token_ids = conversation.rendering.special_tokens, list[int]()
+    for at, piece in enumerate(text.split(SEAM)):
+        begins = special and at == 0
+        token_ids += model.encode(piece, Field("messages"), add_special_tokens=begins, may_be_cut=may_be_cut)
+    images = None
+    if pictures:
+        eyes, room, seen = model.engine.eyes, model.engine.info.most_image_rows, []
+        limits = row_limits(conversation.image_sizes, eyes)
+        for picture in pictures:
+            seen.append(picture.look(eyes, limits))
+            room -= seen[-1].num_rows
+            if room < 0:
+                break  # `place` refuses that many, so the others need not be decoded
+        token_ids, images = eyes.place(token_ids, seen)
+    return Rendered(text.replace(SEAM, ""), token_ids, model.formats(template), template, images)
+
+
+def shown_pictures(model: ChatModel, conversation: Conversation) -> list[Picture]:
+    """The images of a conversation. Raises InvalidRequestError: the model sees none."""
+    pictures = conversation.pictures
+    if pictures and not model.engine.info.most_image_rows:
+        raise pictures[0].refused(" is an image, and this model sees no images: only text is served")
+    return pictures
+
+
+def with_seen(model: ChatModel | None, result: ToolResult) -> ToolResult:
+    """A tool's result with those of its images that the model can see: a tool's bad image fails no request."""
+    seen = []
+    if model is not None and model.engine.info.most_image_rows:
+        for image in result.images:
+            with suppress(InvalidRequestError):
+                Picture(Sent(image)).look(model.engine.eyes, RowLimits())
+                seen.append(image)
+    return dataclasses.replace(result, images=tuple(seen))
+
+
+def _image_text(model: ChatModel, values: Mapping[str, Any]) -> str:
+    """The text that the template writes for an image among texts; only the placeholder where it reads no lists."""
+    around, placeholder = ("before", "after"), model.engine.eyes.placeholder
+    [first, last] = ({"type": "text", "text": text} for text in around)
+    asked = {"messages": [{"role": "user", "content": [first, {"type": "image"}, last]}], "tools": None}
+    try:
+        text = model.tokenizer.render({**values, **asked, "continue_final_message": False}, own=model.chat_template)
+    except InvalidRequestError:
+        return placeholder
+    found = text.partition(around[0])[2].rpartition(around[1])[0]
+    return found if found.count(placeholder) == 1 else placeholder
 
 
 def fitted(
@@ -351,12 +406,20 @@ def _template_values(model: ChatModel, conversation: Conversation, *, may_be_cut
     # A notebook's messages may have calls and results that are meant for a template which does not know them.
     as_given = not conversation.separate_reasoning and any(m.given is not None for m in conversation.messages)
     has_turns = not as_given and any(m["role"] == "tool" or "tool_calls" in m for m in messages)
-    if tool_format is not None and "tools" not in template and (tools or has_turns):
-        values["messages"] = with_tools_as_text(messages, shown, tool_format)
-        values["tools"] = None
-    if "must alternate" in template and not as_given:
-        values["messages"] = alternating(values["messages"])
-    values["messages"] = in_format(values["messages"], template, model.content_format)
+    tells = tool_format if "tools" not in template and (tools or has_turns) else None
+    joins = "must alternate" in template and not as_given
+    if conversation.pictures:  # results are strings to many templates, and so are messages that are put together
+        flat = {role for role in (m["role"] for m in messages) if role == "tool" or tells is not None or joins}
+        messages = [{**m, "content": as_text(m["content"])} if m["role"] in flat else m for m in messages]
+    if tells is not None:
+        messages, values["tools"] = with_tools_as_text(messages, shown, tells), None
+    if joins:
+        messages = alternating(messages)
+    values["messages"] = in_format(messages, template, model.content_format, as_text)
+    if model.engine.info.most_image_rows:
+        own = {"template", *model.tokenizer.special_tokens}
+        marks = model.engine.eyes.marks
+        values |= {name: without_marks(value, marks) for name, value in values.items() if name not in own}
     return values
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import mimetypes
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Protocol
@@ -21,11 +23,12 @@ from jaxllm.errors import ConfigError, EngineDeadError, InvalidRequestError, Jax
 from jaxllm.folders import in_home, unwritable
 from jaxllm.wording import shown, wrong_setting
 
-ChatHistory = list[dict[str, str]]
+ChatHistory = list[dict[str, Any]]
 
 HELP = """\
 /system TEXT     set the system prompt (nothing: remove it) and start over
 /set NAME VALUE  change how answers are sampled, as in /set temperature 0 (no value: back to the default; no name: show)
+/image FILE      show the model an image with the next message
 /regenerate      another answer to the last message
 /save FILE       write the conversation and its settings into a file
 /load FILE       go on with a conversation from a file
@@ -67,6 +70,7 @@ def chat(
     url: str | None = None,
     api_key: Annotated[str | None, Parameter(env_var="JAXLLM_API_KEY")] = None,
     system: str | None = None,
+    image: Annotated[list[Path] | None, Parameter(negative=())] = None,
 ) -> None:
     """Chat with a model, or have it answer once: `jaxllm chat MODEL "PROMPT"`. Type /help inside for the commands.
 
@@ -77,6 +81,7 @@ def chat(
         url: Talk to this running server (http://127.0.0.1:8000) instead of starting an engine.
         api_key: The key that the server asks for.
         system: System prompt.
+        image: A file with an image, which goes with the first message; it may be given several times.
     """
     if sampling.get("n", 1) != 1:
         raise ConfigError(f"--n is {sampling['n']}: chat shows one answer; it must be 1")
@@ -84,6 +89,7 @@ def chat(
         if name in sampling:
             raise ConfigError(f"--{name.replace('_', '-')}: chat shows text only; use generate --json")
     sampling_params(sampling)  # refuse a bad value before anything starts
+    images = [image_part(file) for file in image or ()]
     asked = " ".join(map(as_typed, prompt or ())).strip()
     question = put_together(piped_text(beside_prompt=bool(asked)), asked)
     if not question and not sys.stdin.isatty():
@@ -91,7 +97,7 @@ def chat(
     with asyncio.Runner() as runner:  # one loop for the whole chat; Ctrl-C cancels only the answer that runs on it
         backend, close = runner.run(_open(config, sampling, url, api_key))
         try:
-            chat = Chat(backend, system)
+            chat = Chat(backend, system, images)
             if question:
                 chat.answer(runner, question)
             else:
@@ -179,12 +185,13 @@ class ServerBackend:
 class Chat:
     """One conversation: what has been said, and the commands that change it."""
 
-    def __init__(self, backend: Backend, system: str | None = None):
+    def __init__(self, backend: Backend, system: str | None = None, images: Sequence[dict[str, Any]] = ()):
         from rich.console import Console
 
         self.backend = backend
         self.system = system and as_typed(system)
         self.messages: ChatHistory = []
+        self.images = list(images)  # for the next message
         self.console = Console(highlight=False)
 
     def loop(self, runner: asyncio.Runner) -> None:
@@ -225,6 +232,9 @@ class Chat:
                 self.messages.clear()
             case "/set":
                 self.set(*text.split(None, 1))
+            case "/image":
+                self.images.append(image_part(Path(text)))
+                self._note(f"{text} goes with the next message")
             case "/regenerate":
                 self.regenerate(runner)
             case "/save" | "/load" if not text:
@@ -268,12 +278,12 @@ class Chat:
 
     def answer(self, runner: asyncio.Runner, text: str) -> None:
         """Answer `text` and no more. Raises what keeps it from an answer."""
-        self.messages.append({"role": "user", "content": text})
+        self._say(text)
         runner.run(self._show([]))
 
     def turn(self, runner: asyncio.Runner, text: str) -> None:
         """Answer `text`. An answer that Ctrl-C stops stays in the conversation as far as it got."""
-        self.messages.append({"role": "user", "content": text})
+        self._say(text)
         pieces: list[str] = []
         began = time.perf_counter()
         try:
@@ -291,6 +301,10 @@ class Chat:
         if self.console.is_terminal and self.backend.num_tokens:
             rate = self.backend.num_tokens / (time.perf_counter() - began)
             self._note(f"{self.backend.num_tokens} tokens, {rate:.1f} tokens/s")
+
+    def _say(self, text: Any) -> None:
+        parts, self.images = [*self.images, {"type": "text", "text": text}], []
+        self.messages.append({"role": "user", "content": parts if parts[:-1] else text})
 
     def _complain(self, error: JaxLLMError) -> None:
         self.console.print(f"jaxllm: error: {error}", style="red", markup=False)
@@ -319,13 +333,23 @@ NOT_IN_CHATS = {
 
 class SavedMessage(BaseModel, extra="forbid", strict=True):
     role: Literal["user", "assistant"]
-    content: str
+    content: str | list[dict[str, Any]]
 
 
 class SavedChat(BaseModel, extra="forbid", strict=True):
     system: str | None
     messages: list[SavedMessage]
     settings: dict[str, Any]
+
+
+def image_part(file: Path) -> dict[str, Any]:
+    """A file's image in a message. Raises ConfigError."""
+    try:
+        data = base64.b64encode(in_home(file).read_bytes()).decode()
+    except OSError as error:
+        raise ConfigError(f"the image {file} cannot be read: {reason(error)}") from None
+    kind = mimetypes.guess_type(file)[0] or "image/png"
+    return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
 
 def save_chat(file: Path, chat: SavedChat) -> None:

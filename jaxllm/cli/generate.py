@@ -33,6 +33,7 @@ def generate(
     file: Annotated[Path | None, Parameter(allow_leading_hyphen=True)] = None,
     raw: Switch = False,
     chat: Switch = False,
+    image: Annotated[list[Path] | None, Parameter(negative=())] = None,
     json_output: Json = False,
 ) -> None:
     """Complete one prompt, streamed, or several at once, printed in order: `jaxllm generate [MODEL] PROMPT`.
@@ -45,6 +46,7 @@ def generate(
         file: Take one prompt from each line of this file; - is standard input.
         raw: Continue the prompt as text, without the chat template.
         chat: Put the prompt into the chat template, and fail if the model has none.
+        image: A file with an image, which each prompt is about; it may be given several times.
         json_output: Print one JSON object a prompt: text, token ids, log-probabilities, finish reasons.
     """
     if raw and chat:
@@ -67,7 +69,7 @@ def generate(
         has_template = engine.tokenizer.chat_template is not None
         if chat and not has_template:
             raise ConfigError(f"--chat: {config.model} has no chat template")
-        asyncio.run(_complete(engine, texts, params, has_template and not raw, json_output))
+        asyncio.run(_complete(engine, texts, params, has_template and not raw, json_output, image or []))
     finally:
         engine.shutdown()
 
@@ -106,18 +108,27 @@ def read_prompts(prompts: list[str] | None, file: Path | None) -> list[str]:
     return lines
 
 
-async def _complete(engine: AsyncLLM, texts: list[str], params: SamplingParams, template: bool, as_json: bool) -> None:
+async def _complete(
+    engine: AsyncLLM, texts: list[str], params: SamplingParams, template: bool, as_json: bool, images: list[Path]
+) -> None:
+    from jaxllm.chat.conversation import Conversation, given_messages
+    from jaxllm.chat.prompt import ChatModel, render
+
     tokenizer = engine.tokenizer
     assert tokenizer is not None
 
     async def run(text: str, stream: bool) -> RequestOutput:
-        if template:
+        if template and images:
+            parts = [*({"type": "image", "image": file} for file in images), {"type": "text", "text": text}]
+            asked = Conversation(messages=given_messages([{"role": "user", "content": parts}]))
+            tokens = tokenizer.encode_chat((await asyncio.to_thread(render, ChatModel(engine), asked)).text)
+        elif template:
             said = [{"role": "user", "content": text}]
             tokens = tokenizer.encode_chat(tokenizer.apply_chat_template(said, add_generation_prompt=True))
         else:
             tokens = tokenizer.encode(text)
-        shown = 0
-        async for output in engine.generate({"prompt_token_ids": tokens}, params):
+        shown, media = 0, {"multi_modal_data": {"image": images}} if images else {}
+        async for output in engine.generate({"prompt_token_ids": tokens, **media}, params):
             if stream:
                 sys.stdout.write(output.outputs[0].text[shown:])
                 sys.stdout.flush()

@@ -80,6 +80,10 @@ class ServerConfig(values.SettingsGroup):
     """What happens to request fields this server does not know: a 400, or a `warnings` member in the response."""
     enable_prompt_embeds: bool = False
     """Take prompts of vectors in text completions (prompt_embeds). They may say what no token says."""
+    allowed_media_domains: values.Entries | None = None
+    """Hosts from which images that requests name by a URL are fetched, at public addresses only (default: none)."""
+    allowed_local_media_path: Path | None = None
+    """A folder of this machine from which images that requests name by file:// are read (default: none)."""
     enable_force_include_usage: bool = False
     """Send the usage at the end of every stream of chat and text completions, and what it is so far in every chunk."""
 

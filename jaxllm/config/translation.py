@@ -37,7 +37,7 @@ SWITCHES = frozenset(
 )
 DEFAULTS = "--override-generation-config."
 """What the flags of other servers for sampling are values of."""
-LISTS = ("--api-key", "--served-model-name", "--allowed-origins")
+LISTS = ("--api-key", "--served-model-name", "--allowed-origins", "--allowed-media-domains")
 """Flags that take several values after MODEL, as with vLLM; here commas separate them."""
 
 REFINED = {

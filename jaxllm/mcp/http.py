@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import httpx2
 
@@ -32,17 +32,18 @@ def http_client(settings: ServerSettings) -> httpx2.AsyncClient:
 
 
 class PublicOnly(httpx2.AsyncBaseTransport):
-    """Connects by https, to public internet addresses: those that were checked, whatever a second look-up says.
+    """Connects by `schemes` to public internet addresses: those that were checked, whatever a second look-up says.
 
     Raises httpx2.UnsupportedProtocol or httpx2.ConnectError otherwise, for redirects too.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, schemes: Sequence[str] = ("https",)) -> None:
+        self._schemes = schemes
         self._inner = httpx2.AsyncHTTPTransport(trust_env=False)
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        if request.url.scheme != "https":
-            raise httpx2.UnsupportedProtocol("the url must be https", request=request)
+        if request.url.scheme not in self._schemes:
+            raise httpx2.UnsupportedProtocol(f"the url must be {' or '.join(self._schemes)}", request=request)
         try:
             address = await public_address(request.url.host, request.url.port or 443)
         except OSError as error:

@@ -65,10 +65,12 @@ class ToolResult:
     Attributes:
         text: for the model, cut to the limit already; it tells of an error too.
         error: OpenAI's, whose type is mcp_protocol_error, mcp_tool_execution_error or http_error.
+        images: in base64, for a model that sees.
     """
 
     text: str
     error: dict[str, Any] | None = None
+    images: tuple[str, ...] = ()
 
 
 @dataclass
@@ -151,7 +153,9 @@ def tool_result(result: Any, limit: int) -> ToolResult:
     if not parts and result.structured_content is not None:
         parts = [json.dumps(result.structured_content, ensure_ascii=False)]
     text = cut("\n".join(parts), limit)
-    return ToolResult(f"The tool failed: {text}", _execution_error(text)) if result.is_error else ToolResult(text)
+    if result.is_error:
+        return ToolResult(f"The tool failed: {text}", _execution_error(text))
+    return ToolResult(text, images=tuple(block.data for block in result.content if block.type == "image"))
 
 
 def failure(tool: str, server: str, found: Problem) -> ToolResult:
@@ -197,6 +201,8 @@ def _text(block: Any) -> str:
             return f"[a resource of type {block.resource.mime_type}: {block.resource.uri}]"
         case "resource_link":
             return f"[{block.name}: {block.uri}]"
+        case "image":
+            return f"[image of type {block.mime_type}]"
         case _:
             return f"[{block.type} of type {block.mime_type}, which cannot be shown]"
 

@@ -119,6 +119,7 @@ def create_app(config: ServerConfig, registry: Registry, routes: FastAPI | None 
     app.state.server = state
     app.state.responses = Responses(state, database)
     app.state.batches = Batches(app, state, database)
+    state.media.located = app.state.batches.files.located
     app.state.metrics = ServerCollector(registry, vllm_names=config.vllm_metrics)
     app.state.usage = UsageStore(state.usage, database, keeps=config.api_key_file is not None)
     add_guards(app, config, () if telemetry is None else [telemetry], state.audit)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from fastapi import Request
 
+from jaxllm.chat.conversation import Conversation
+from jaxllm.chat.pictures import Sent
+from jaxllm.chat.prompt import shown_pictures
 from jaxllm.errors import Field, InvalidRequestError, QueueFullError
 from jaxllm.requests.steering import AdapterUse
 from jaxllm.serving.access.keys import OTHERS, Metered, Tenant, Window, refused, tenant_of
@@ -27,6 +30,7 @@ from jaxllm.serving.state import ServerState
 
 logger = logging.getLogger(__name__)
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -65,6 +69,7 @@ class ClientCall:
         self._entered = AsyncExitStack()
         self._requests = 0  # that the usage of its key does not have yet
         self._window: Window | None = None
+        self._fetched: dict[Sent, bytes] = {}  # images, for each of its answers
         of.calls.add(self)
         of.last_used = time.monotonic()
 
@@ -126,6 +131,16 @@ class ClientCall:
     async def enter(self, context: AbstractAsyncContextManager[T]) -> T:
         """Enter what ends with the call at the latest."""
         return await self._entered.enter_async_context(context)
+
+    async def prepare(
+        self, work: Callable[Concatenate[ServedModel, Conversation, P], T], conversation: Conversation,
+        *args: P.args, **kwargs: P.kwargs,
+    ) -> T:  # fmt: skip
+        """Run work that renders a conversation in a thread, once its images are here. Raises InvalidRequestError."""
+        if pictures := shown_pictures(self.model, conversation):
+            await self.state.media.fetch(pictures, self.tenant.name, self._fetched)
+        workers = self.state.workers_for(conversation)
+        return await self.state.run_in(workers, lambda: work(self.model, conversation, *args, **kwargs))
 
     def adapter_uses(self, scales: Mapping[int, float] | None = None) -> tuple[AdapterUse, ...]:
         """The adapter of the model, or those of `scales`. Raises InvalidRequestError for both or unknown ones."""

@@ -470,5 +470,5 @@ async def begin_reply(
     server that is stopping finishes. Raises APIError, or InvalidRequestError naming the field.
     """
     call.model.check_accepting(goes_on=goes_on)
-    prompt = await call.state.prepare(prepare, call.model, conversation, settings)
+    prompt = await call.prepare(prepare, conversation, settings)
     return Reply(call, prompt, settings, prefix, goes_on=goes_on)

@@ -15,6 +15,8 @@ from fastapi import APIRouter, Request, Response
 
 from jaxllm.chat.conversation import MAX_TOOLS, Call, Conversation, Message, Tool, known_arguments, parse_arguments
 from jaxllm.chat.events import Content, Event, ParsedOutput, Reasoning, join_events
+from jaxllm.chat.pictures import Part, Picture, Sent
+from jaxllm.chat.prompt import with_seen
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ContextLengthError, Field, InvalidRequestError
 from jaxllm.mcp.servers import ServerStatus
@@ -160,7 +162,8 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
             arguments = parse_arguments(asked.call.arguments, Field("arguments"))
         except InvalidRequestError as error:
             return _not_run(str(error))
-        return await self._call.state.tool_servers.call(tool, arguments)
+        result = await self._call.state.tool_servers.call(tool, arguments)
+        return await self._call.state.offload(with_seen, self.model, result) if result.images else result
 
     def ended(self, asked: ToolRun, result: ToolResult) -> Happenings:
         asked.result = result
@@ -205,7 +208,8 @@ class Execution(ReplyLoop[Happenings, ToolRun]):
         for run in self._runs:
             assert run.result is not None
             result = ToolResult(cut(run.result.text, longest), run.result.error)
-            results.append(Message("tool", as_data(run.call.name, result, special), call_id=run.call.id))
+            parts: list[Part] = [as_data(run.call.name, result, special), *map(Picture, map(Sent, run.result.images))]
+            results.append(Message.of("tool", parts, call_id=run.call.id))
         is_last = self._num_turns >= self._max_turns or self.num_calls >= self.most_calls
         tools = [] if is_last else self._conversation.tools
         messages = [*self._conversation.messages, said, *results]

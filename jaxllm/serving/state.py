@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
-from typing import Annotated, Concatenate, Literal, ParamSpec, TypeVar
+from typing import Annotated, Literal, ParamSpec, TypeVar
 
 import msgspec
 from fastapi import Query
@@ -27,6 +27,7 @@ from jaxllm.serving.access.keys import OTHERS, Keys, RateLimits, Tenant, refused
 from jaxllm.serving.access.usage import Ledger
 from jaxllm.serving.http.api_error import APIError, unavailable
 from jaxllm.serving.http.json_body import BodyMemory, BodyProcess
+from jaxllm.serving.media import Media
 from jaxllm.serving.model_loader import ModelLoader
 from jaxllm.serving.request_log import AuditLog
 from jaxllm.serving.served_model import LoadableModel, ModelState, Running, ServedModel, shutting_down
@@ -35,6 +36,7 @@ from jaxllm.wording import did_you_mean, shown
 logger = logging.getLogger(__name__)
 
 GRAMMAR_THREADS = 2 * MAX_PROCESSES  # more than compile at once, so that compiled grammars pass the others
+IMAGE_THREADS = 2  # for requests with images, which take a tenth of a second and more to decode
 TEMPLATE_THREADS = 4  # for requests with templates of their own, which may take seconds to render
 RELEASE_SECONDS = 5.0  # for requests that were cancelled at the server's end to give their models back
 ONLY_MODELS = "claude-*"
@@ -69,10 +71,12 @@ class ServerState:
         self.body_memory = BodyMemory(max(config.max_body_memory, config.max_body_size))
         self.tool_servers = ToolServers(find_settings(config.mcp_config)[1], result_limit=config.mcp_result_limit)
         """Begun and ended with the application."""
+        self.media = Media(config)
         self.created = int(time.time())
         self._workers = ThreadPoolExecutor(min(4, cores().usable), thread_name_prefix="jaxllm-tokenize")
         self._readers = ThreadPoolExecutor(1, thread_name_prefix="jaxllm-bodies")
         self._grammar_workers = ThreadPoolExecutor(GRAMMAR_THREADS, thread_name_prefix="jaxllm-grammar")
+        self._image_workers = ThreadPoolExecutor(IMAGE_THREADS, thread_name_prefix="jaxllm-images")
         self._template_workers = ThreadPoolExecutor(TEMPLATE_THREADS, thread_name_prefix="jaxllm-templates")
 
     @property
@@ -98,34 +102,27 @@ class ServerState:
 
     async def offload(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Run tokenizer or template work on a thread, so that no stream waits for it."""
-        return await self._call(self._workers, lambda: function(*args, **kwargs))
+        return await self.run_in(self._workers, lambda: function(*args, **kwargs))
 
     async def offload_grammar(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """The same for work that may compile a grammar, which takes seconds: only others like it wait for that."""
-        return await self._call(self._grammar_workers, lambda: function(*args, **kwargs))
+        return await self.run_in(self._grammar_workers, lambda: function(*args, **kwargs))
 
-    async def prepare(
-        self,
-        work: Callable[Concatenate[ServedModel, Conversation, P], R],
-        model: ServedModel,
-        conversation: Conversation,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> R:
-        """Run work that renders a conversation, in one call of a thread: only others like it wait for it."""
-        workers = self._workers
+    def workers_for(self, conversation: Conversation) -> ThreadPoolExecutor:
+        """The threads in which it is rendered: only others like it wait for it."""
+        if conversation.pictures:
+            return self._image_workers
         if conversation.rendering.chat_template is not None:
-            workers = self._template_workers
-        elif conversation.tools or conversation.structured_outputs is not None:
-            workers = self._grammar_workers
-        return await self._call(workers, lambda: work(model, conversation, *args, **kwargs))
+            return self._template_workers
+        constrained = conversation.tools or conversation.structured_outputs is not None
+        return self._grammar_workers if constrained else self._workers
 
     async def read_large(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """The same for what reads a large body, one at a time."""
         context = copy_context()
-        return await self._call(self._readers, lambda: context.run(function, *args, **kwargs))
+        return await self.run_in(self._readers, lambda: context.run(function, *args, **kwargs))
 
-    async def _call(self, workers: ThreadPoolExecutor, function: Callable[[], R]) -> R:
+    async def run_in(self, workers: ThreadPoolExecutor, function: Callable[[], R]) -> R:
         return await asyncio.get_running_loop().run_in_executor(workers, function)
 
     async def reload(self) -> None:

@@ -183,12 +183,12 @@ class EngineModel:
         from jaxllm.engine.doors.async_llm import AsyncLLM
 
         self._engine = engine if isinstance(engine, AsyncLLM) else engine.asynchronous()
-        self._model = ChatModel(self._engine)
+        self.model = ChatModel(self._engine)
         self._thread = thread
 
     @property
     def special_tokens(self) -> Sequence[str]:
-        return list(self._model.special_tokens)
+        return list(self.model.special_tokens)
 
     def reply(self, body: Mapping[str, Any]) -> AsyncGenerator[Event | Ended, None]:
         """The model's words to a chat request's body, as they come; an Ended is the last."""
@@ -205,7 +205,7 @@ class EngineModel:
             if value is not None:
                 raise InvalidRequestError(f"{name} is not available in a session with an engine", name)
         with naming(request.own_names()):
-            ready = await asyncio.to_thread(prepare, self._model, request.conversation(), settings)
+            ready = await asyncio.to_thread(prepare, self.model, request.conversation(), settings)
         pieces = speak(self._engine, ready, priority=settings.priority, cache_salt=settings.cache_salt)
         async with aclosing(pieces):
             async for piece in pieces:
@@ -219,6 +219,7 @@ class ClientModel:
     """A server that an AsyncOpenAI client asks; without a `name` for the first model that it lists."""
 
     special_tokens: Sequence[str] = ()
+    model = None  # that of a client may see or not
 
     def __init__(self, client: AsyncOpenAI, name: str | None):
         self._client = client

@@ -217,7 +217,9 @@ class _Loop(ToolLoop[Step, ToolCalled]):
             known = any(tool.full_name == call.name for tool in self._offered)
             # a tool's own words are data
             text = as_data(call.name, result, self._model.special_tokens) if known else result.text
-            self._said.append({"role": "tool", "tool_call_id": call.id, "content": text})
+            images = [{"type": "image_url", "image_url": {"url": image}} for image in result.images]
+            content: Any = [{"type": "text", "text": text}, *images] if images else text
+            self._said.append({"role": "tool", "tool_call_id": call.id, "content": content})
         return True
 
     async def read_answer(self, timeout: float | None) -> AsyncIterator[Step]:
@@ -240,7 +242,10 @@ class _Loop(ToolLoop[Step, ToolCalled]):
         return self._calls
 
     async def call(self, asked: ToolCalled) -> ToolResult:
-        return await self._tools.call(asked.name, asked.arguments, self._offered)
+        from jaxllm.chat.prompt import with_seen
+
+        result = await self._tools.call(asked.name, asked.arguments, self._offered)
+        return await asyncio.to_thread(with_seen, self._model.model, result)
 
     def ended(self, asked: ToolCalled, result: ToolResult) -> Step:
         self._results[asked] = result

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -123,8 +123,8 @@ _MEDIA = ("audio", "audios", "image", "images", "video", "videos")  # messages' 
 _OF_TEXT = ("type", "text", "cache_control")
 
 
-def check_text(messages: Sequence[Any]) -> None:
-    """Raises InvalidRequestError for the first thing in the messages that is no text: a template might ignore it."""
+def check_text(messages: Sequence[Any], known: type | tuple[()] = ()) -> None:
+    """Raises InvalidRequestError for the first thing that is no text, or `known`: a template might ignore it."""
     for at, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise InvalidRequestError(
@@ -136,7 +136,7 @@ def check_text(messages: Sequence[Any]) -> None:
         content = message.get("content")
         if isinstance(content, list):
             for number, part in enumerate(content):
-                if problem := _problem(part):
+                if problem := not isinstance(part, known) and _problem(part):
                     raise _refused(Field("messages", at, "content", number), problem)
         elif content is not None and not isinstance(content, str):
             raise _refused(Field("messages", at, "content"), _problem(content) or "is a part without a list around it")
@@ -159,12 +159,13 @@ def _refused(place: Field, problem: str) -> InvalidRequestError:
 
 
 def in_format(
-    messages: Sequence[Mapping[str, Any]], template: str, asked: Literal["auto", "string", "openai"] = "auto"
-) -> list[dict[str, Any]]:
+    messages: Sequence[Mapping[str, Any]], template: str, asked: Literal["auto", "string", "openai"] = "auto",
+    as_text: Callable[[list[Any]], str] = lambda parts: "\n".join(part["text"] for part in parts),
+) -> list[dict[str, Any]]:  # fmt: skip
     """Checked messages whose contents are strings or lists, as asked, or as the template can read them.
 
     Worked example: "hi" is [{"type": "text", "text": "hi"}] for a template that goes through lists and never looks
-    whether it has a string. One that goes through no list gets the texts of a list joined by newlines.
+    whether it has a string. One that goes through no list gets a list `as_text`, by default joined by newlines.
     """
     wanted = asked if asked != "auto" else "string" if len(template) > MAX_TEMPLATE else _read_by(template)
 
@@ -172,7 +173,7 @@ def in_format(
         if wanted == "openai" and isinstance(given, str):
             return [{"type": "text", "text": given}]
         if wanted == "string" and isinstance(given, list):
-            return "\n".join(part["text"] for part in given)
+            return as_text(given)
         return given
 
     return [

@@ -154,8 +154,9 @@ class Tokenizer:
         Raises InvalidRequestError when there is no template, it refuses the messages, it needs too much to render, or
         a message holds anything but text.
         """
-        from jaxllm.text.chat_template import in_format  # it loads jinja2
+        from jaxllm.text.chat_template import check_text, in_format  # they load jinja2
 
+        check_text(messages)
         values = self.chat_template_values(
             messages, add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
             chat_template=chat_template, **template_kwargs,
@@ -167,10 +168,7 @@ class Tokenizer:
         self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True,
         continue_final_message: bool = False, chat_template: str | None = None, **template_kwargs: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """The arguments of `chat_template.render` for `apply_chat_template`, as JSON values; raises as that does."""
-        from jaxllm.text.chat_template import check_text  # it loads jinja2
-
-        check_text(messages)
+        """The arguments of `chat_template.render` for `apply_chat_template`, of checked messages; raises as it does."""
         if continue_final_message and add_generation_prompt:
             raise InvalidRequestError(
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"

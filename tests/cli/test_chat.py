@@ -186,8 +186,8 @@ def test_a_chat_is_saved_and_goes_on_later(monkeypatch, tmp_path) -> None:
             "messages.0.role is 'x'; it must be 'user' or 'assistant'",
         ),
         (
-            '{"system": null, "messages": [{"role": "user", "content": [{"type": "image_url"}]}], "settings": {}}',
-            "it must be a string",
+            '{"system": null, "messages": [{"role": "user", "content": 3}], "settings": {}}',
+            "content",
         ),
         ('{"system": null, "messages": [], "settings": {"temperature": -1}}', "temperature is -1"),
         ('{"system": null, "messages": [], "settings": {"x": 1}}', "no setting x"),
@@ -379,3 +379,15 @@ def visible(stream: str) -> list[str]:
             lines[row] += part
     shown: list[Any] = [re.sub(r"[┏┓┗┛━┃]", "", line).strip() for line in lines]
     return [line for line in shown if line]
+
+
+def test_images_go_with_one_message(monkeypatch, capsys, tmp_path) -> None:
+    file, saved = tmp_path / "a b.jpg", tmp_path / "chat.json"
+    file.write_bytes(b"abc")
+    image = {"type": "image_url", "image_url": {"url": "data:image/jpeg;base64,YWJj"}}
+    backend = Scripted(["A"], ["B"], ["C"], ["D"])
+    lines = [f"/image {file}", "look", "/regenerate", "more", f"/save {saved}", "/clear", f"/load {saved}"]
+    chat = talk(backend, [*lines, "/image /none", "end"], monkeypatch)
+    asked = [messages[-1]["content"] for messages in backend.seen]
+    assert asked == [[image, {"type": "text", "text": "look"}]] * 2 + ["more", "end"]
+    assert chat.messages[0]["content"] == asked[0] and "the image /none cannot be read" in capsys.readouterr().out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,7 +113,10 @@ def test_an_object_may_be_given_by_its_keys(cli, served, given: list[str]) -> No
         (["m", "--kv-offloading-size", "8"], {"kv_offload_memory": "8GiB"}),
         (["m", "--kv-cache-dtype", "fp8_e4m3", "--attention-backend", "FLASHINFER"], {"kv_cache_dtype": "fp8"}),
         (["m", "--compilation-config", "{}", "-O3", "-cc.mode", "none", "--cudagraph-capture-sizes", "1", "2"], {}),
-        (["m", "--limit-mm-per-prompt.image", "4", "--no-enable-chunked-prefill", "--trust-remote-code"], {}),
+        (["m", "--limit-mm-per-prompt.image", "4", "--no-enable-chunked-prefill", "--trust-remote-code"],
+         {"limit_mm_per_prompt": {"image": 4}}),
+        (["m", "--allowed-media-domains", "a.example", "b.example", "--allowed-local-media-path", "/a"],
+         {"allowed_media_domains": "a.example,b.example", "allowed_local_media_path": Path("/a")}),
         (["m", "-sc", '{"num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}'],
          {"speculative_config": {"num_speculative_tokens": 3}}),
         (["m", "--block-size", "256", "--load-format", "fastsafetensors"], {}),

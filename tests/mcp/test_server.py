@@ -175,9 +175,9 @@ def test_new_tools_are_noticed(loop, servers, call) -> None:
 def test_a_server_of_the_older_protocol(servers, call) -> None:
     old = servers.servers["old"]
     assert tool_names(old) == {"blocks", "grow", "family", "die"}
-    assert call("old", "blocks").text == (
-        "one\n[image of type image/png, which cannot be shown]\ntwo\n[three: file:///three]"
-    )
+    result = call("old", "blocks")
+    assert result.text == "one\n[image of type image/png]\ntwo\n[three: file:///three]"
+    assert result.images == ("aGVsbG8=",)
     assert call("old", "grow").text == "changed"
     wait_for(lambda: "later" in tool_names(old))
 

@@ -6,14 +6,16 @@ With a KEY it answers 401 to requests without it.
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from mcp.server.mcpserver import Context, MCPServer
+from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import ToolAnnotations
+from PIL import Image as pillow
 
 app = MCPServer("test", log_level="CRITICAL")
 
@@ -28,6 +30,14 @@ def add(a: int, b: int) -> int:
 def fail(reason: str) -> str:
     """Fail."""
     raise ToolError(reason)
+
+
+@app.tool()
+def picture(good: bool) -> Image:
+    """A red picture of 16 × 8 pixels, or a damaged one."""
+    file = io.BytesIO()
+    pillow.new("RGB", (16, 8), "red").save(file, "PNG")
+    return Image(data=file.getvalue() if good else b"damaged", format="png")
 
 
 @app.tool()

@@ -30,6 +30,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from jaxllm.config import EngineConfig, ModelConfig, ServeConfig
 from jaxllm.engine.core.results import Repetition
 from jaxllm.engine.doors.async_llm import AsyncLLM
+from jaxllm.engine.doors.eyes import Eyes
 from jaxllm.engine.doors.streams import Stream
 from jaxllm.engine.messages import (
     EngineInfo,
@@ -39,6 +40,7 @@ from jaxllm.engine.messages import (
     MemoryRoom,
     Order,
     Pause,
+    PlacedImages,
     Resume,
     TokenDelta,
     UpdateWeights,
@@ -86,12 +88,12 @@ MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 class ByteTokenizer(Tokenizer):
     """One token a byte; 256 begins a sequence and, like the markers, has no text unless special tokens are shown."""
 
-    def __init__(self, chat_template: str | None = TEMPLATE):
+    def __init__(self, chat_template: str | None = TEMPLATE, further: Sequence[str] = ()):
         letters = byte_letters()
         backend = tokenizers.Tokenizer(models.BPE(vocab={letters[byte]: byte for byte in range(256)}, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.decoder = decoders.ByteLevel()
-        backend.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", *MARKERS)])
+        backend.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>", *MARKERS, *further)])
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
         super().__init__(
             backend,
@@ -99,6 +101,20 @@ class ByteTokenizer(Tokenizer):
             templates={} if chat_template is None else {"default": chat_template},
         )
         self.vocab_size = VOCAB_SIZE
+
+
+IMAGE = "<image>"
+SEEING_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}"
+    "{% if part.type == 'image' %}(<image>){% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+class SeeingTokenizer(ByteTokenizer):
+    def __init__(self, chat_template: str | None = SEEING_TEMPLATE):
+        super().__init__(chat_template, [IMAGE])
 
 
 def byte_letters() -> list[str]:
@@ -250,6 +266,8 @@ class FakeEngine(AsyncLLM):
         """What each request that was run uses."""
         self.refused_adapters: set[str] = set()
         """Paths of those that the engine cannot use."""
+        self.images: list[PlacedImages | None] = []
+        """Those of each request that was run."""
         self.groups: list[str] = []
         """What requests belonged to."""
         self.most_active = 0
@@ -331,6 +349,7 @@ class FakeEngine(AsyncLLM):
         for request in requests:
             self.adapters.append(request.adapters)
             self.patchings.append(request.patching)
+            self.images.append(request.images)
             labels = {"priority": request.priority, "cache_salt": request.cache_salt}
             self.groups.append(request.group)
             if request.pooling is not None:
@@ -459,6 +478,25 @@ class FakeEngine(AsyncLLM):
         logits = HEAD @ states[-1]
         norm = np.log(np.exp(logits).sum()) if pooling.kind == "logprobs" else 0.0
         return logits[rows] - norm
+
+
+class SeeingEngine(FakeEngine):
+    """One whose images have a row for each 4 × 4 pixels, 64 at most; a request may have 128."""
+
+    def __init__(self, chat_template: str | None = SEEING_TEMPLATE, most_images: int | None = None):
+        from jaxllm.models.vision.processor import HALF
+        from jaxllm.models.vision.processors import PixelsProcessor
+
+        super().__init__()
+        self.tokenizer = tokenizer = SeeingTokenizer(chat_template)
+        self.info.most_image_rows, self.info.max_model_len = 128, 4096
+        token = tokenizer.backend.token_to_id(IMAGE)
+        assert token is not None
+        processor = PixelsProcessor(
+            image=token, placeholder=token, patch=4, merge=1, mean=HALF[0], std=HALF[1], scale=1 / 255, resample=3,
+            encode=lambda text: tokenizer.encode(text, False), axes=False, min_pixels=16, max_pixels=1024,
+        )  # fmt: skip
+        self._streams.__dict__["eyes"] = Eyes(processor, tokenizer, self.info, most_images=most_images)
 
 
 def hidden_states(token_ids: list[int]) -> np.ndarray:

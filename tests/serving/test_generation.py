@@ -34,13 +34,13 @@ def test_each_prompt_is_checked_once_and_not_on_the_event_loop(
 def test_a_chat_leaves_the_event_loop_once(
     client: TestClient, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
 ) -> None:
-    call, functions = ServerState._call, []
+    call, functions = ServerState.run_in, []
 
     async def noted(self: ServerState, workers: Any, function: Any) -> Any:
         functions.append(function)
         return await call(self, workers, function)
 
-    monkeypatch.setattr(ServerState, "_call", noted)
+    monkeypatch.setattr(ServerState, "run_in", noted)
     body = {"messages": [{"role": "user", "content": "Hi"}]} | more
     assert client.post("/v1/chat/completions", json=body).status_code == 200
     assert len(functions) == 1

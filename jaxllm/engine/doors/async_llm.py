@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxllm.config import EngineConfig, make_config
 from jaxllm.engine import messages
+from jaxllm.engine.doors import sequences
 from jaxllm.engine.doors.beams import BeamSearchParams, BeamStream
 from jaxllm.engine.doors.controls import Controls
 from jaxllm.engine.doors.eyes import Eyes
@@ -155,6 +156,7 @@ class AsyncLLM(Controls):
         priority: int = 0,
         cache_salt: str | None = None,
         adapters: tuple[AdapterUse, ...] = (),
+        images: messages.PlacedImages | None = None,
     ) -> AsyncGenerator[Gain, None]:
         """Yield (choice, delta) as they come. Closing the iterator aborts what is not finished.
 
@@ -171,6 +173,7 @@ class AsyncLLM(Controls):
             priority=priority,
             cache_salt=cache_salt,
             adapters=adapters,
+            images=images,
         )
         with self.run([request]) as stream:
             while stream.num_unfinished:
@@ -190,9 +193,11 @@ class AsyncLLM(Controls):
         """Yield the same RequestOutput again and again as it grows; the last one is finished."""
         params = sampling_params or SamplingParams(**self.info.default_sampling.fields())
         text, ids = prompt_ids(prompt, self.tokenizer)
+        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
+        if seen := await asyncio.to_thread(sequences.prompt_images, prompt, self):
+            ids, options["images"] = self.eyes.place(ids, seen)
         request_id = request_id or uuid.uuid4().hex
         collector = Collector(request_id, text, ids, params, self.tokenizer)
-        options: dict[str, Any] = {"priority": priority, "cache_salt": cache_salt}
         stream = self.stream(ids, params, request_id=request_id, adapters=adapter_uses(lora_request), **options)
         async with contextlib.aclosing(stream) as deltas:
             async for choice, delta in deltas:

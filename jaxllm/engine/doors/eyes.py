@@ -60,6 +60,12 @@ class Eyes:
         self._lock = threading.Lock()
         self.placeholder = tokenizer.backend.id_to_token(processor.placeholder)
         """The text that stands for an image in a prompt."""
+        tokens = {processor.placeholder, processor.image}
+        self.marks: list[str] = sorted(filter(None, map(tokenizer.backend.id_to_token, tokens)))
+        """The texts that no caller's text may spell as tokens."""
+        fixed = processor.limited(1, 1) is processor
+        self.row_pixels = None if fixed else processor.unit**2
+        """The pixels of a row; None where the sizes of images cannot be chosen."""
 
     @classmethod
     def of(cls, config: EngineConfig, tokenizer: Tokenizer | None, info: EngineInfo) -> Eyes:
@@ -97,7 +103,10 @@ class Eyes:
                 image = Path(image).expanduser().read_bytes()
             except OSError as error:
                 raise InvalidRequestError(f"the image {str(image)!r} cannot be read: {error.strerror}") from None
-        limits = RowLimits(limits.least or self._limits.least, limits.most or self._limits.most)
+        bounds = limits.most, self._limits.most, any(limits) and self._info.most_image_rows
+        most = min(filter(None, bounds), default=None)  # a request may ask for less than the settings allow
+        least = limits.least or self._limits.least
+        limits = RowLimits(least and min(least, most or least), most)
         if isinstance(image, bytes):
             key = hashlib.sha256(image).digest() + repr(limits).encode()
             found = self._find(key)

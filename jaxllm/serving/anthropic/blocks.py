@@ -11,15 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from jaxllm.chat.conversation import check_pieces
+from jaxllm.chat.pictures import Picture, Sent
+from jaxllm.errors import Field as Place
 from jaxllm.serving.http.request_model import Cacheable, RequestModel, refuse, refusing
 from jaxllm.wording import shown
 
 UNREADABLE_BLOCKS = frozenset({
     "advisor_tool_result", "bash_code_execution_tool_result", "browser_state", "code_execution_tool_result",
-    "compaction", "container_upload", "document", "fallback", "image", "mcp_tool_listing", "mcp_tool_result",
+    "compaction", "container_upload", "document", "fallback", "mcp_tool_listing", "mcp_tool_result",
     "mcp_tool_use", "search_result", "server_tool_use", "text_editor_code_execution_tool_result", "tool_addition",
     "tool_removal", "tool_search_tool_result", "web_fetch_tool_result", "web_search_tool_result",
 })  # fmt: skip
@@ -39,6 +41,38 @@ class TextBlockParam(Cacheable):
     type: Literal["text"]
     text: str
     """The words."""
+
+
+class ImageSource(RequestModel):
+    type: Literal["base64", "url", "file"]
+    """Which of data, url and file_id there is."""
+    media_type: str | None = None
+    """Accepted, without effect: the image's own first bytes say what it is."""
+    data: str | None = None
+    """The image in base64."""
+    url: str | None = None
+    """Where the server may fetch it: see docs/serving.md#images."""
+    file_id: str | None = None
+    """The id that /v1/files gave it."""
+
+    @model_validator(mode="after")
+    def _as_its_type(self) -> ImageSource:
+        own = {"base64": "data", "url": "url", "file": "file_id"}[self.type]
+        if not getattr(self, own) or sum(value is not None for value in (self.data, self.url, self.file_id)) > 1:
+            raise refuse(f"a source of type {self.type!r} has {own}, and no other of data, url and file_id", own)
+        return self
+
+
+class ImageBlockParam(Cacheable):
+    type: Literal["image"]
+    source: ImageSource
+    """The image in base64, where it is, or the id of an uploaded file."""
+    _place: Place | None = PrivateAttr(None)
+
+    @property
+    def picture(self) -> Picture:
+        text = self.source.data or self.source.url or self.source.file_id or ""
+        return Picture(Sent(text, self.source.type == "file"), place=self._place)
 
 
 class ThinkingBlockParam(RequestModel):
@@ -88,7 +122,8 @@ class ToolReferenceParam(Cacheable):
 
 
 ResultPart = Annotated[
-    Annotated[TextBlockParam | ToolReferenceParam, Field(discriminator="type")], BeforeValidator(_readable)
+    Annotated[TextBlockParam | ImageBlockParam | ToolReferenceParam, Field(discriminator="type")],
+    BeforeValidator(_readable),
 ]
 
 
@@ -99,18 +134,30 @@ class ToolResultBlockParam(Cacheable):
     tool_use_id: str = Field(min_length=1)
     """Of the call that it answers."""
     content: str | list[ResultPart] | None = None
-    """Text, or a list of text blocks and references to tools."""
+    """Text, or a list of texts, images and references to tools."""
     is_error: bool = False
     """The model reads the content after "Error: "."""
 
 
-Block = TextBlockParam | ThinkingBlockParam | RedactedThinkingBlockParam | ToolUseBlockParam | ToolResultBlockParam
+Block = (
+    TextBlockParam | ImageBlockParam | ThinkingBlockParam | RedactedThinkingBlockParam | ToolUseBlockParam
+    | ToolResultBlockParam
+)  # fmt: skip
 
 _BLOCKS_OF_ROLE: dict[str, tuple[str, ...]] = {
-    "user": ("text", "tool_result"),
+    "user": ("text", "image", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
+
+
+def place_images(blocks: Sequence[Any], *place: str | int) -> None:
+    """Tell images where the request has them."""
+    for at, block in enumerate(blocks):
+        if isinstance(block, ImageBlockParam):
+            block._place = Place(*place, "content", at)
+        elif isinstance(block, ToolResultBlockParam) and isinstance(block.content, list):
+            place_images(block.content, *place, "content", at)
 
 
 class TurnConfig(RequestModel):

@@ -199,6 +199,8 @@ class CountTokensRequest(ModelFields, Cacheable):
 
     @model_validator(mode="after")
     def _conversation(self) -> CountTokensRequest:
+        for at, message in enumerate(self.messages):
+            blocks.place_images(message.blocks, "messages", at)
         turns = self.turns
         blocks.check_turns(turns)
         thinks = isinstance(self.thinking, ThinkingEnabled | ThinkingAdaptive)

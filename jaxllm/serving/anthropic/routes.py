@@ -13,12 +13,14 @@ from fastapi import APIRouter, Request, Response
 
 from jaxllm.chat import conversation as chat
 from jaxllm.chat.conversation import Call, Conversation, Message, NamedTool, Rendering, Tool, ToolChoice, naming
+from jaxllm.chat.pictures import Part
 from jaxllm.chat.prompt import render
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.anthropic import message as answers
 from jaxllm.serving.anthropic import request as bodies
 from jaxllm.serving.anthropic.blocks import (
     ClearToolUses,
+    ImageBlockParam,
     TextBlockParam,
     ThinkingBlockParam,
     ToolReferenceParam,
@@ -130,7 +132,7 @@ async def edited(
 
 async def length(call: ClientCall, conversation: Conversation) -> int:
     """The tokens of its prompt."""
-    rendered = await call.state.prepare(render, call.model, conversation, may_be_cut=True)
+    rendered = await call.prepare(render, conversation, may_be_cut=True)
     return len(rendered.token_ids)
 
 
@@ -193,17 +195,18 @@ def messages(
     if text := "\n".join(_without_billing(text) for text in texts if _without_billing(text)):
         found.append(Message("system", text))
     for turn in turns:
-        texts = [block.text for block in turn.of(TextBlockParam)]
-        text = "\n".join(texts)
         if turn.role == "assistant":
+            text = "\n".join(block.text for block in turn.of(TextBlockParam))
             thoughts = [block.thinking for block in turn.of(ThinkingBlockParam)]
             reasoning = "\n".join(thoughts) if any(thoughts) else None
             calls = [Call(template_call_id(use.id), use.name, use.input) for use in turn.of(ToolUseBlockParam)]
             found.append(Message("assistant", text, reasoning=reasoning, calls=calls))
             continue
         found += [_result(block, deferred or {}) for block in turn.of(ToolResultBlockParam)]
-        if texts:
-            found.append(Message("user" if turn.role == "user" else "system", text))
+        said = [block for block in turn.blocks if isinstance(block, TextBlockParam | ImageBlockParam)]
+        if said:
+            role = "user" if turn.role == "user" else "system"
+            found.append(Message.of(role, [_part(block, {}) for block in said]))
     return found
 
 
@@ -213,14 +216,16 @@ def _without_billing(text: str) -> str:
 
 def _result(block: ToolResultBlockParam, deferred: Mapping[str, Tool]) -> Message:
     content = block.content or ""
-    texts = [content] if isinstance(content, str) else [_part_text(part, deferred) for part in content]
-    prefix = ERROR_PREFIX if block.is_error else ""
-    return Message("tool", prefix + "\n".join(texts), call_id=template_call_id(block.tool_use_id))
+    parts = [content] if isinstance(content, str) else [_part(part, deferred) for part in content]
+    if block.is_error:
+        first = parts[0] if parts and isinstance(parts[0], str) else None
+        parts = [ERROR_PREFIX + (first or ""), *parts[first is not None :]]
+    return Message.of("tool", parts, call_id=template_call_id(block.tool_use_id))
 
 
-def _part_text(part: TextBlockParam | ToolReferenceParam, deferred: Mapping[str, Tool]) -> str:
-    if isinstance(part, TextBlockParam):
-        return part.text
+def _part(part: TextBlockParam | ImageBlockParam | ToolReferenceParam, deferred: Mapping[str, Tool]) -> Part:
+    if isinstance(part, TextBlockParam | ImageBlockParam):
+        return part.text if isinstance(part, TextBlockParam) else part.picture
     if part.tool_name not in deferred:
         return f"Tool {part.tool_name}"
     return json.dumps(deferred[part.tool_name].for_template()["function"], ensure_ascii=False)

@@ -151,7 +151,7 @@ async def _prompt(
     asked = body if isinstance(body, types.GenerateRequest) else None
     if asked and (asked.raw or asked.suffix or not (call.model.has_chat_template or asked.template)):
         return await call.state.offload_grammar(_text, call, asked, settings)
-    ready = await call.state.prepare(prepare, call.model, body.conversation(), settings)
+    ready = await call.prepare(prepare, body.conversation(), settings)
     if asked and asked.context:
         ids, bos = ready.prompt.token_ids, call.model.tokenizer.bos_token_id
         later = ids[1:] if ids[:1] == asked.context[:1] == [bos] else ids  # the sequence begins once
@@ -171,6 +171,8 @@ def _text(call: ClientCall, body: types.GenerateRequest, settings: GenerationSet
     """The prompt of a text that is continued as it is."""
     if body.system:
         raise InvalidRequestError(f"system needs a model with a chat template; {body.model!r} has none", "system")
+    if body.images:
+        raise InvalidRequestError(f"images need a model with a chat template; {body.model!r} has none", "images")
     model, context = call.model, body.context or []
     params = sampling_params(model, settings, structured_outputs=compiled(body.constraint(), Field("format")))
     if body.suffix:
@@ -401,6 +403,7 @@ def _abilities(model: LoadableModel) -> tuple[str, list[str]]:
         "tools": bool(template) and formats.tools is not None,
         "insert": tokenizer is not None and fim_marks(tokenizer) is not None,
         "thinking": formats.reasoning is not None,
+        "vision": model.info is not None and model.info.most_image_rows > 0,
     }
     return template, ["completion", *(name for name, there in has.items() if there)]
 

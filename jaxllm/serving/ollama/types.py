@@ -19,6 +19,8 @@ from jaxllm.chat.conversation import (
     renaming,
     thinking_variables,
 )
+from jaxllm.chat.pictures import Part, Picture, Sent
+from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import INT32_MAX, MAX_LOGPROBS
 from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.generation import GenerationSettings
@@ -138,6 +140,14 @@ class AnswerFields(OllamaFields):
         )
 
 
+_Images = Annotated[list[Annotated[str, Field(min_length=1)]] | None, Field(max_length=MAX_PIECES)]
+
+
+def _with_images(images: Sequence[str] | None, text: str, *place: str | int) -> list[Part]:
+    pictures = (Picture(Sent(one), place=Place(*place, "images", n)) for n, one in enumerate(images or ()))
+    return [*pictures, text]
+
+
 class OllamaFunctionCall(RequestModel):
     name: str
     """Of the function."""
@@ -159,8 +169,6 @@ class OllamaToolCall(RequestModel):
 
 
 class OllamaMessage(RequestModel):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"images"})
-
     role: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
     """system, user, assistant, tool, or another that the template names. A last one of the assistant is continued."""
     content: str = ""
@@ -173,6 +181,8 @@ class OllamaMessage(RequestModel):
     """Of a tool's message: the function that gave it."""
     tool_call_id: str | None = None
     """Of a tool's message: the call that it answers; by default the first of its function that waits for one."""
+    images: _Images = None
+    """Images in base64, which the model sees before the content."""
 
     @model_validator(mode="after")
     def _fields_of_role(self) -> OllamaMessage:
@@ -196,9 +206,9 @@ def _messages(sent: Sequence[OllamaMessage]) -> list[Message]:
             answered = said.tool_call_id or next(fitting, said.tool_name or "")
             waiting.pop(answered, None)
         waiting |= {call.id: call.name for call in calls}
-        found.append(
-            Message(said.role, said.content, said.thinking or None, calls, call_id=answered, name=said.tool_name)
-        )
+        fields: dict[str, Any] = {"reasoning": said.thinking or None, "call_id": answered, "name": said.tool_name}
+        parts = _with_images(said.images, said.content, "messages", at)
+        found.append(Message.of(said.role, parts, calls=calls, **fields))
     return found
 
 
@@ -221,7 +231,7 @@ class OllamaChatRequest(AnswerFields, ToolFields):
 
 
 class GenerateRequest(AnswerFields):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"height", "images", "shift", "steps", "truncate", "width"})
+    unsupported: ClassVar[frozenset[str]] = frozenset({"height", "shift", "steps", "truncate", "width"})
 
     prompt: str = ""
     """A user's message, or with raw a text to continue; without one the model is loaded, or unloaded."""
@@ -235,13 +245,17 @@ class GenerateRequest(AnswerFields):
     """Continue the prompt as text, without the chat template; so it is where the model has none."""
     suffix: str | None = None
     """The text after the answer, for models that fill in the middle."""
+    images: _Images = None
+    """Images in base64, which the model sees before the prompt."""
 
     @model_validator(mode="after")
     def _raw_alone(self) -> GenerateRequest:
         alone = "raw" if self.raw else "suffix" if self.suffix else None
-        for name in ("system", "template", "context", *(("suffix",) if self.raw else ())):
+        for name in ("system", "template", "context", "images", *(("suffix",) if self.raw else ())):
             if alone and getattr(self, name):
                 raise refuse(f"{name} is not available with {alone}", name)
+        if self.images and self.context:
+            raise refuse("images is not available with context; send the messages to /api/chat", "images")
         if self.template and _GO_TEMPLATE.search(self.template):
             raise refuse("template is in Go's notation; here it must be a Jinja template", "template")
         return self
@@ -249,7 +263,7 @@ class GenerateRequest(AnswerFields):
     def conversation(self) -> Conversation:
         said = [Message("system", self.system)] if self.system else []
         return Conversation(
-            messages=[*said, Message("user", self.prompt)],
+            messages=[*said, Message.of("user", _with_images(self.images, self.prompt))],
             rendering=self.rendering(chat_template=self.template or None),
             structured_outputs=self.constraint(),
         )

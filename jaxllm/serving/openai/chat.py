@@ -89,7 +89,7 @@ async def rendered(call: ClientCall, body: ChatRequest) -> Rendered:
     """The prompt of a chat."""
     with naming(body.own_names()):
         conversation = body.conversation(await _tools(call.state, call.model, body))
-        return await call.state.prepare(render, call.model, conversation)
+        return await call.prepare(render, conversation)
 
 
 async def _tools(state: ServerState, model: ServedModel, body: ChatRequest) -> list[Tool]:

@@ -76,7 +76,7 @@ class Prediction(RequestModel):
 
 class ChatRequest(GenerationRequest, TemplateFields, ToolFields, CacheFields):
     unsupported: ClassVar[frozenset[str]] = UNSUPPORTED_SAMPLING | {
-        "audio", "functions", "mm_processor_kwargs", "moderation", "suffix", "web_search_options",
+        "audio", "functions", "moderation", "suffix", "web_search_options",
     }  # fmt: skip
     path: ClassVar[str] = "/v1/chat/completions"
     called_here: ClassVar[Mapping[str, str]] = {
@@ -171,6 +171,7 @@ class ChatRequest(GenerationRequest, TemplateFields, ToolFields, CacheFields):
             structured_outputs=self.constraint(),
             separate_reasoning=self.separate_reasoning,
             reasoning_control=self.reasoning_control,
+            image_sizes=self.mm_processor_kwargs or {},
         )
 
     def generation_settings(self) -> GenerationSettings:

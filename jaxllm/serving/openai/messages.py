@@ -19,6 +19,7 @@ from jaxllm.chat.conversation import (
     history_arguments,
 )
 from jaxllm.chat.custom import INPUT, TextInput
+from jaxllm.chat.pictures import Detail, Picture, Sent
 from jaxllm.errors import Field as Place
 from jaxllm.errors import InvalidRequestError
 from jaxllm.requests.sampling import INT32_MAX
@@ -280,6 +281,26 @@ class RefusalPart(Cacheable):
     """Shown to the model as text."""
 
 
+class ImageURL(RequestModel):
+    url: str = Field(min_length=1)
+    """data:image/…;base64,… (or base64 alone), or a URL that the server may fetch: see docs/serving.md#images."""
+    detail: Detail | None = None
+    """low: at most 256 tokens, where the model's images have several sizes; the others change nothing."""
+
+
+class ImagePart(Cacheable):
+    type: Literal["image_url"]
+    image_url: ImageURL | str
+    """The image, or its URL alone."""
+    uuid: str | None = None
+    """Accepted, without effect: an image is known by its contents."""
+
+    @property
+    def picture(self) -> Picture:
+        image = ImageURL(url=self.image_url) if isinstance(self.image_url, str) else self.image_url
+        return Picture(Sent(image.url), image.detail)
+
+
 class ChatMessageParam(Cacheable):
     unsupported: ClassVar[frozenset[str]] = frozenset({
         "annotations", "audio", "function_call", "images", "phase", "provider_specific_fields", "reasoning_details",
@@ -288,7 +309,7 @@ class ChatMessageParam(Cacheable):
 
     role: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,31}$")
     """system, or developer, which renders as it; user, assistant, tool, or another that the template names."""
-    content: str | list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]] | None = None
+    content: str | list[Annotated[TextPart | RefusalPart | ImagePart, Field(discriminator="type")]] | None = None
     """Text, or a list of parts; an assistant's message may have none."""
     name: str | None = None
     """Of the one who speaks, for templates that show it."""
@@ -322,12 +343,11 @@ class ChatMessageParam(Cacheable):
 
     def message(self) -> conversation.Message:
         """Parts of a content are joined by newlines, as vLLM does for templates that expect a string."""
-        text = self.content
-        if isinstance(text, list):
-            text = "\n".join(part.text if isinstance(part, TextPart) else part.refusal for part in text)
-        return conversation.Message(
-            role="system" if self.role == "developer" else self.role,
-            text=text if text is not None else self.refusal or "",
+        content = self.refusal or "" if self.content is None else self.content
+        said = [TextPart(type="text", text=content)] if isinstance(content, str) else content
+        return conversation.Message.of(
+            "system" if self.role == "developer" else self.role,
+            [part.picture if isinstance(part, ImagePart) else getattr(part, part.type) for part in said],
             reasoning=self.reasoning_content or self.reasoning,
             calls=[call.call() for call in self.tool_calls or ()],
             call_id=self.tool_call_id,
@@ -363,6 +383,9 @@ class Thinking(RequestModel):
     """As max_thinking_tokens, but nothing is refused where the model marks no reasoning."""
 
 
+ImageSize = Literal["min_tokens", "max_tokens", "max_soft_tokens", "min_pixels", "max_pixels"]
+
+
 class TemplateFields(RequestModel):
     """The fields that choose how `messages` are rendered."""
 
@@ -376,6 +399,8 @@ class TemplateFields(RequestModel):
     """Further variables of the template, such as enable_thinking."""
     documents: list[dict[str, Any]] | None = None
     """Given to the template, for those that know retrieval."""
+    mm_processor_kwargs: dict[ImageSize, Annotated[int, Field(ge=1, le=INT32_MAX)]] | None = None
+    """Sizes of images, where the model's have several; of two limits, and the server's own, the tighter one holds."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     """Given to templates that know an effort; for others it is a budget (docs/tools.md). none turns thinking off."""
     thinking: bool | Thinking | None = None
@@ -419,6 +444,7 @@ class TemplateFields(RequestModel):
             messages=[message.message() for message in messages],
             tools=list(tools),
             rendering=self.rendering(special_tokens=special_tokens),
+            image_sizes=self.mm_processor_kwargs or {},
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
@@ -25,8 +25,6 @@ from jaxllm.text.tokenizer import Tokenizer
 
 
 class TokenizeRequest(ModelFields, TemplateFields, ToolFields):
-    unsupported: ClassVar[frozenset[str]] = frozenset({"mm_processor_kwargs"})
-
     prompt: str | None = None
     """Text; special tokens are added unless add_special_tokens is false."""
     content: str | None = None
@@ -112,7 +110,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     if body.messages is not None:
         with naming(renaming(FIELD_NAMES)):
             chat = body.chat(body.messages, body.callable_tools(), special_tokens=special)
-            tokens = (await state.prepare(render, model, chat, may_be_cut=True)).token_ids
+            tokens = (await call.prepare(render, chat, may_be_cut=True)).token_ids
     else:
         name, text = ("content", body.content) if body.prompt is None else ("prompt", body.prompt)
         tokens = await state.offload(model.encode, text or "", Field(name), add_special_tokens=special, may_be_cut=True)
@@ -220,7 +218,7 @@ async def apply_template(body: ApplyTemplateRequest, request: Request) -> Respon
     call = await open_call(request, body.model)
     with naming(renaming(FIELD_NAMES)):
         chat = body.chat(body.messages, body.callable_tools())
-        rendered = await call.state.prepare(render, call.model, chat, may_be_cut=True)
+        rendered = await call.prepare(render, chat, may_be_cut=True)
     return json_response(AppliedTemplate(rendered.text))
 
 
@@ -241,7 +239,7 @@ async def props(
         total_slots=info.max_num_seqs,
         model_alias=found.names[0],
         model_path=found.config.model,
-        modalities=Modalities(),
+        modalities=Modalities(vision=info.most_image_rows > 0),
         chat_template=template,
         bos_token=special.get("bos_token"),
         eos_token=special.get("eos_token"),

@@ -135,7 +135,8 @@ async def input_prompts(run: PoolingRun, body: InputFields) -> list[list[int]]:
     with naming(renaming(FIELD_NAMES)):
         may_be_cut = body.truncate_prompt_tokens is not None
         chat = body.chat(body.messages, special_tokens=bool(body.add_special_tokens))
-        rendered = await run.state.prepare(render, run.model, chat, may_be_cut=may_be_cut)
+        chat.refuse_images()
+        rendered = await run.call.prepare(render, chat, may_be_cut=may_be_cut)
     kept = cut(rendered.token_ids, kept_tokens(run.model, body), body.truncation_side)
     return [check_length(run.model, kept, "messages")]
 

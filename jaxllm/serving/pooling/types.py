@@ -18,7 +18,7 @@ from jaxllm.serving.openai.messages import Messages, TemplateFields
 MAX_INPUTS = 2048
 """Texts of one request, as at OpenAI."""
 
-UNSUPPORTED_POOLING = frozenset({"chat_template_content_format", "media_io_kwargs", "mm_processor_kwargs", "padding"})
+UNSUPPORTED_POOLING = frozenset({"chat_template_content_format", "media_io_kwargs", "padding"})
 """Fields of vLLM's server that this one refuses by name."""
 
 EmbedDtype = Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from jaxllm.chat.pictures import Detail
 from jaxllm.serving.http.request_model import CacheBreakpoint, RequestModel, Unread, refuse
 from jaxllm.serving.openai.messages import FunctionCall
 from jaxllm.wording import shown
@@ -62,6 +63,24 @@ class InputText(RequestModel):
     """Accepted, without effect: prefixes are cached by themselves."""
 
 
+class InputImage(RequestModel):
+    type: Literal["input_image"]
+    image_url: str | None = Field(default=None, min_length=1)
+    """As the url of a chat's image."""
+    file_id: str | None = Field(default=None, min_length=1, max_length=MAX_ID)
+    """Of an uploaded file, instead of image_url."""
+    detail: Detail | None = None
+    """As in a chat."""
+    prompt_cache_breakpoint: CacheBreakpoint | None = Field(default=None, exclude=True)
+    """Accepted, without effect: prefixes are cached by themselves."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> InputImage:
+        if (self.image_url is None) == (self.file_id is None):
+            raise refuse("image_url or file_id is required, and not both", "image_url")
+        return self
+
+
 class OutputTextPart(RequestModel):
     """Text of an earlier answer, as a response had it."""
 
@@ -104,11 +123,11 @@ def one_of(*known: str, unread: Sequence[str] = ()) -> BeforeValidator:
 
 
 ContentPart = Annotated[
-    InputText | OutputTextPart | RefusalContent,
+    InputText | InputImage | OutputTextPart | RefusalContent,
     Field(discriminator="type"),
-    one_of("input_text", "output_text", "refusal"),
+    one_of("input_text", "input_image", "output_text", "refusal"),
 ]
-OutputPart = Annotated[InputText, one_of("input_text")]
+OutputPart = Annotated[InputText | InputImage, Field(discriminator="type"), one_of("input_text", "input_image")]
 
 
 class InputItem(RequestModel):
@@ -145,9 +164,10 @@ class MessageItem(InputItem):
     @model_validator(mode="after")
     def _parts_of_role(self) -> MessageItem:
         for at, part in enumerate(self.content if isinstance(self.content, list) else ()):
-            if self.role != "assistant" and part.type != "input_text":
+            accepted = ("input_text", *(("output_text", "refusal") if self.role == "assistant" else ("input_image",)))
+            if part.type not in accepted:
                 name = f"content[{at}].type"
-                raise refuse(f"{name} is {part.type!r}; messages of role {self.role!r} have 'input_text' only", name)
+                raise refuse(f"{name} is {part.type!r}; role {self.role!r} has {', '.join(accepted)}", name)
         return self
 
     def item(self) -> Item:
@@ -311,6 +331,8 @@ class McpListToolsItem(InputItem):
 class McpCallItem(InputItem):
     """A call that the server made, and what came of it."""
 
+    optional: ClassVar[frozenset[str]] = frozenset({"images"})
+
     type: Literal["mcp_call"]
     server_label: str
     """Of the server that ran it."""
@@ -320,6 +342,8 @@ class McpCallItem(InputItem):
     """JSON text of an object."""
     output: str | None = None
     """The tool's result."""
+    images: list[str] | None = None
+    """The images of the result, in base64."""
     error: dict[str, Any] | None = None
     """The error instead of a result."""
     approval_request_id: str | None = None

@@ -90,6 +90,7 @@ class OutputMcpCall(msgspec.Struct, kw_only=True, tag_field="type", tag="mcp_cal
     name: str
     arguments: str
     output: str | None = None
+    images: tuple[str, ...] | UnsetType = UNSET
     error: dict[str, Any] | None = None
     approval_request_id: str | None = None
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import msgspec
 
 from jaxllm.chat.conversation import naming
-from jaxllm.chat.prompt import sampling_params
+from jaxllm.chat.prompt import sampling_params, with_seen
 from jaxllm.errors import ContextLengthError
 from jaxllm.mcp.tools import ToolResult, refused
 from jaxllm.serving.call import ClientCall
@@ -214,7 +214,8 @@ class ResponseRun(ReplyLoop[Iterable[ResponseEvent], OutputMcpCall]):
         return self._writer.calls if self._goes_on else ()
 
     async def call(self, asked: OutputMcpCall) -> ToolResult:
-        return await self._toolbox.call(asked)
+        result = await self._toolbox.call(asked)
+        return await self.replies.call.state.offload(with_seen, self.model, result) if result.images else result
 
     def ended(self, asked: OutputMcpCall, result: ToolResult) -> Iterable[ResponseEvent]:
         return self._writer.end_call(asked, result)

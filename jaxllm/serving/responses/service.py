@@ -185,7 +185,7 @@ class Responses:
             offer = make_offer(body, toolbox, forces=True, runs=True)
         translation = Translation(body, context, own, offer, list(model.special_tokens))
         with naming(translation.name):
-            rendered = await self._state.prepare(render, model, translation.conversation())
+            rendered = await call.prepare(render, translation.conversation())
         return len(rendered.token_ids)
 
     async def compact(self, body: CompactRequest, call: ClientCall) -> ResponseRun:

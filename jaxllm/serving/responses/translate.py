@@ -11,6 +11,7 @@ from typing import Any
 from jaxllm.chat import conversation
 from jaxllm.chat.conversation import Call, Conversation, Message, Rendering, thinking_variables
 from jaxllm.chat.custom import INPUT
+from jaxllm.chat.pictures import Part, Picture, Sent
 from jaxllm.errors import Field, InvalidRequestError
 from jaxllm.mcp.tools import ToolResult, as_data, full_name
 from jaxllm.requests.structured_outputs import StructuredOutputs
@@ -135,22 +136,24 @@ class _Transcript:
     def add(self, item: Item) -> None:
         match item["type"]:
             case "message" if item["role"] != "assistant":
-                self._other(Message("user" if item["role"] == "user" else "system", _text(item["content"])), item)
+                role = "user" if item["role"] == "user" else "system"
+                self._other(Message.of(role, map(_part, item["content"])), item)
             case kind if kind in HOSTED_OUTPUTS:
                 output = item.get(HOSTED_OUTPUTS[kind])
                 text = output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
                 self._other(Message("tool", text, call_id=item["call_id"]), item)
             case kind if kind in OUTPUTS:
                 output = item["output"]
-                text = output if isinstance(output, str) else _text(output)
-                self._other(Message("tool", text, call_id=item["call_id"]), item)
+                parts = [output] if isinstance(output, str) else map(_part, output)
+                self._other(Message.of("tool", parts, call_id=item["call_id"]), item)
             case kind if kind in COMPACTIONS:
                 said = item["encrypted_content"].removeprefix(CLEAR)
                 self._other(Message("user", f"{SUMMARIZED}\n{said}"), item)
             case "mcp_call" | "mcp_approval_request":
                 if (told := self._outcome(item)) is not None:
                     self._join(item)
-                    self._results.append(Spoken(Message("tool", told, call_id=_call_id(item)), item))
+                    seen: list[Part] = [told, *map(Picture, map(Sent, item.get("images") or ()))]
+                    self._results.append(Spoken(Message.of("tool", seen, call_id=_call_id(item)), item))
             case "mcp_list_tools" | "mcp_approval_response":
                 pass
             case _:
@@ -209,6 +212,12 @@ def _after(before: str | None, text: str) -> str:
 
 def _text(parts: Sequence[dict[str, Any]]) -> str:
     return "\n".join(part["refusal"] if part["type"] == "refusal" else part["text"] for part in parts)
+
+
+def _part(part: dict[str, Any]) -> Part:
+    if part["type"] != "input_image":
+        return part["text"]
+    return Picture(Sent(part["image_url"] or part["file_id"], part["image_url"] is None), part["detail"])
 
 
 def _check_calls(items: Sequence[Item]) -> None:
@@ -276,7 +285,10 @@ class Translation:
         """The request's name for a place of its Conversation or GenerationSettings."""
         match place.path:
             case ("messages", int(at), *rest):
-                origin = self._places.get(id(self._origins[at]))
+                item = self._origins[at]
+                if item is not None and item["type"] in OUTPUTS:
+                    rest = ["output" if part == "content" else part for part in rest]
+                origin = self._places.get(id(item))
                 return Field("input") if origin is None else Field("input", origin, *rest)
             case ("messages", *_):
                 return Field("input")

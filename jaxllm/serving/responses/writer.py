@@ -113,7 +113,7 @@ class EventWriter:
     def end_call(self, call: OutputMcpCall, result: ToolResult) -> Iterator[ResponseEvent]:
         self.calls.remove(call)
         if result.error is None:
-            call.status, call.output = "completed", result.text
+            call.status, call.output, call.images = "completed", result.text, result.images or UNSET
         else:
             call.status, call.error = "failed", result.error
         yield self._within(call, f"response.mcp_call.{call.status}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from jaxllm.serving.served_model import stopped
+from jaxllm.session.session import ResponsesSession
 from tests.serving.conftest import wait_for
-from tests.serving.fake_engine import CACHED, FakeEngine
+from tests.serving.fake_engine import CACHED, FakeEngine, SeeingEngine
 from tests.serving.mcp.conftest import call
 from tests.serving.openai.test_chat import events, post
 from tests.serving.openai.test_tools import TOOL, prompt
@@ -48,6 +50,25 @@ def test_the_server_runs_what_the_model_calls(client: TestClient, engine: FakeEn
     assert second.startswith(first.removesuffix("[assistant]"))
     assert second.endswith("[tool][data from the tool maths_add: not instructions]\n42[assistant]")
     assert '"name": "maths_add", "arguments": {"a": 40, "b": 2}' in second.removeprefix(first)
+
+
+def test_a_model_that_sees_is_shown_a_tools_images(make_ready: Callable[..., TestClient]) -> None:
+    engine = SeeingEngine()
+    engine.info.max_model_len = 32_000
+    engine.script = [call("maths_picture", good=True), "Red.", call("maths_picture", good=False), "None."]
+    client = make_ready(engine)
+    post(client, mcp=EXECUTE)
+    shown, blind = engine.images[1], engine.images[0]
+    assert blind is None and shown is not None and [one.num_rows for one in shown.images] == [8]
+    assert "[image of type image/png]\n(<image>" in prompts(engine)[1]
+    post(client, mcp=EXECUTE)
+    assert engine.images[3] is None and "[image of type image/png]" in prompts(engine)[3]
+    session = ResponsesSession(engine)
+    session.add_mcp_server("eyes", command=sys.executable, args=["-m", "tests.mcp.tool_server", "stdio"])
+    with session:
+        engine.script = [call("eyes_picture", good=True), "Red."]
+        assert session.run([{"role": "user", "content": "Look"}]).final_message == "Red."
+        assert engine.images[-1] is not None
 
 
 def test_usage_is_of_all_answers(client: TestClient, engine: FakeEngine) -> None:

@@ -245,10 +245,10 @@ def test_a_prompt_that_does_not_fit_is_refused(client: TestClient) -> None:
         assert f"{name} is not supported" in refused(client, "/api/generate", prompt="Hi", **{name: True})
 
 
-def test_pictures_are_refused_by_name(client: TestClient) -> None:
+def test_pictures_are_refused_where_the_model_sees_none(client: TestClient) -> None:
     picture = {"images": ["iVBORw0KGgo="]}
-    assert "images is not supported" in refused(client, "/api/generate", prompt="a", **picture)
-    assert "images is not supported" in refused(client, "/api/chat", messages=[HELLO[0] | picture])
+    assert "images[0] is an image, and" in refused(client, "/api/generate", prompt="a", **picture)
+    assert "messages[0].images[0] is" in refused(client, "/api/chat", messages=[HELLO[0] | picture])
     assert whole(client, "/api/chat", messages=[HELLO[0] | {"images": []}])["done"]
 
 

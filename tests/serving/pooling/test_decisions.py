@@ -195,7 +195,7 @@ def test_more_than_26_choices_need_pairs_of_letters(client: TestClient, engine: 
         ({"questions": [PREDICATE | {"instructions": ""}]}, "questions[0].instructions", "at least 1"),
         ({"input": []}, "input", "at least 1"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-         "input[0].content[0].type", "input_text"),
+         "input[0].content[0]", "is an image, which is not available here"),
         ({"input": "word " * 300}, "input", "tokens together; the context holds 1024"),
         ({"questions": [PREDICATE | {"instructions": "word " * 9999}]}, "input", "questions[0] have more than"),
     ],
