@@ -30,6 +30,9 @@ WITHOUT_BATCHES: dict[str, Any] = {**WITHOUT_STAGES, "pipeline_parallel_size": 1
 """The same for batches that run side by side."""
 
 
+ByMedium = dict[Literal["image", "video", "audio"], Annotated[int, Field(ge=0)]]
+
+
 class EngineConfig(values.SettingsGroup):
     """What the engine runs and how much of the machine it may use. None means: chosen at start, and printed."""
 
@@ -110,8 +113,8 @@ class EngineConfig(values.SettingsGroup):
     """Least tokens of an image, where the model's images have different sizes; small ones are enlarged."""
     image_max_tokens: Annotated[int, Field(ge=1)] | None = None
     """Most tokens of an image, where the model's images have different sizes; larger ones are made smaller."""
-    limit_mm_per_prompt: Annotated[dict[Literal["image"], Annotated[int, Field(ge=0)]] | None, values.FromJSON] = None
-    """Most images of a request, as {"image": 4}."""
+    limit_mm_per_prompt: Annotated[ByMedium | None, values.FromJSON] = None
+    """Most images of a request, as {"image": 4}; videos and sounds are refused anyway."""
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = "auto"
     """How keys and values are kept in pages; int8 and fp8 have a scale for each token and head. auto is dtype."""
     enable_prefix_caching: bool = True
