@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,8 @@ from jaxllm.models.vision.tower import TowerConfig
 from jaxllm.progress import Progress
 from jaxllm.weights.checkpoint import Checkpoint
 from jaxllm.weights.loader import dummy_parameters, load_parameters
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_BATCH = 256
 """Patches of the smallest batch of a tower; each size has four times those of the one before."""
@@ -53,10 +56,11 @@ def tower_blueprint(
         CheckpointError: as of any model.
     """
     wanted = config.media_cache_memory != 0 and (config.limit_mm_per_prompt or {}).get("image") != 0
-    if not wanted or config.pipeline_parallel_size > 1 or options.dp > 1:
-        return None
-    spec = vision_spec(checkpoint)
+    spec = vision_spec(checkpoint) if wanted else None
     if spec is None:
+        return None
+    if config.pipeline_parallel_size > 1 or options.dp > 1:
+        logger.warning("images are refused: they need pipeline_parallel_size 1, and no enable_dp_attention")
         return None
     own = replace(options, adapters=None, host_experts=0)
     model, params = abstract_tower(spec.tower, own, choose_kinds(config, checkpoint, spec, own, platform))
