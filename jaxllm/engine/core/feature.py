@@ -328,8 +328,10 @@ class Feature:
         """The number of tokens to try ahead with this request, `most` at most."""
         return 0
 
-    def cut(self, request: Request, extra: Any, start: int, length: int) -> int:
-        """The number of tokens from `start` on that a chunk had better have, `length` at most."""
+    def cut(self, request: Request, extra: Any, start: int, length: int, most: int) -> int:
+        """The number of tokens from `start` on that a chunk had better have: `length` at most, which is its group's
+        share of the step, or up to `most` if these cannot be parted. 0: the request waits for the next step.
+        """
         return length
 
     def scheduled(self, chunk: Chunk, extra: Any, further: int, tries: bool) -> None:

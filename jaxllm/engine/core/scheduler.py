@@ -192,7 +192,7 @@ class Scheduler:
                 continue
             remaining = self._remaining(request)
             room = self._room(request, budget, shares) if remaining > 1 else budget
-            length = self._cut(request, request.num_computed, min(remaining, room))
+            length = self._cut(request, request.num_computed, min(remaining, room), budget)
             if length and not self._make_room(request, length + self.ahead.further(request, batch), index):
                 continue  # the request itself was preempted
             if length:
@@ -287,7 +287,7 @@ class Scheduler:
 
     def _room(self, request: Request, budget: int, shares: dict[Sharers, int]) -> int:
         """The number of further tokens of the request's prompt that this step may run."""
-        return min(budget, shares.get((request.priority, request.group), budget))
+        return max(0, min(budget, shares.get((request.priority, request.group), budget)))
 
     def _make_room(self, request: Request, length: int, index: int) -> bool:
         """Pages for `length` more tokens, preempting from the end. False when `request` itself had to go.
@@ -333,15 +333,15 @@ class Scheduler:
             for request in self._turns():
                 room = self._room(request, budget, shares)
                 if room > 0 and favoured in (None, request) and not request.num_inflight:
-                    length = self._start(request, room, batch)
+                    length = self._start(request, room, budget, batch)
                 if length != 0:
                     break
             if not length:
                 return
             budget -= _taken(request, length, shares)
 
-    def _start(self, request: Request, room: int, batch: Batch) -> int | None:
-        """Admit a request with up to `room` tokens, and return how many.
+    def _start(self, request: Request, room: int, budget: int, batch: Batch) -> int | None:
+        """Admit a request with up to `room` tokens, and return how many; see `_cut` for more.
 
         The result is 0 if it had better wait for a step that is under way, so that others may begin, and None if there
         are no pages or places for it, which others must not take before it.
@@ -352,7 +352,7 @@ class Scheduler:
         if found is None:
             return 0
         cached, start = found.pages, found.depth * self.pool.page_size
-        length = self._cut(request, start, min(len(request.token_ids) - start, room))
+        length = self._cut(request, start, min(len(request.token_ids) - start, room), budget)
         pages = self.pool.allocate(self.pool.pages_for(start + length) - len(cached)) if length else None
         if pages is None:
             self.pool.release(cached)
@@ -377,10 +377,10 @@ class Scheduler:
         self._run(request, length, batch)
         return length
 
-    def _cut(self, request: Request, start: int, length: int) -> int:
-        """Tokens of a chunk that begins at `start`, and has `length` at most."""
+    def _cut(self, request: Request, start: int, length: int, most: int) -> int:
+        """Tokens of a chunk that begins at `start`: `length` at most, or up to `most` that cannot be parted."""
         for feature, extra in self.features.of(request, Feature.cut):
-            length = feature.cut(request, extra, start, length)
+            length = feature.cut(request, extra, start, length, most)
         return length
 
     def _run(self, request: Request, length: int, batch: Batch) -> None:

@@ -267,7 +267,7 @@ class StatesFeature(Feature):
             if not found.returning:  # its pages are findable already
                 self._keep(request, extra, request.num_computed)
 
-    def cut(self, request: Request, extra: _StateRows, start: int, length: int) -> int:
+    def cut(self, request: Request, extra: _StateRows, start: int, length: int, most: int) -> int:
         """So that a chunk ends where a state is wanted and none would be kept."""
         branch = extra.branches_at if extra.found is None else self._branch(extra.found)
         size = self._pool.page_size

@@ -30,6 +30,7 @@ from jaxllm.engine.core.slots import Slots
 from jaxllm.engine.core.step import StepFunctions
 from jaxllm.engine.features.images.store import RowStore, StoredImage, Waiter
 from jaxllm.engine.messages import EngineRequest, EngineStats, PlacedImages, SeenImage
+from jaxllm.errors import InvalidRequestError
 from jaxllm.models.vision.packing import pack, packed_patches
 from jaxllm.models.vision.processor import Grid, Processor
 from jaxllm.models.vision.tower import Tower, TowerBatch
@@ -115,7 +116,8 @@ class ImagesFeature(Feature):
         self._batch_tree = jax.tree.structure(pack(self._config, [], tower.buckets[0]))
 
     def plan(self, buckets: Buckets) -> Plan:
-        return Plan(late=[self._key(size, part) for size in self._tower.buckets for part in range(len(self.words))])
+        towers = [self._key(size, part) for size in self._tower.buckets for part in range(len(self.words))]
+        return Plan(late=[*towers, *(Key("backbone", size, frozenset({f"{self.name}1"})) for size in buckets.prefill)])
 
     def part(self, state: StateShapes) -> Any:
         config, most, dtype = self._config, self._tower.buckets[-1], state.sizes.dtype
@@ -168,7 +170,13 @@ class ImagesFeature(Feature):
 
     def prepare(self, request: Request, asked: EngineRequest) -> SeenByRequest:
         assert asked.images is not None
-        return SeenByRequest.of(asked.images, request.token_ids)
+        found = SeenByRequest.of(asked.images, request.token_ids)
+        if found.visible_until is not None:
+            longest = int(np.bincount(found.visible_until).max())
+            if longest > (most := self.around.sizes.max_num_batched_tokens):
+                problem = f"an image has {longest} tokens that see each other, and a step runs {most} at most"
+                raise InvalidRequestError(f"{problem} (max_num_batched_tokens, image_max_tokens)")
+        return found
 
     def keys(self, request: Request, extra: SeenByRequest, start: int, stop: int) -> list[int]:
         return extra.keys[start:stop] + request.token_ids[max(start, len(extra.keys)) : stop]
@@ -262,13 +270,14 @@ class ImagesFeature(Feature):
             return False
         return extra.places is not None or bool((extra.rows[chunk.start : chunk.start + chunk.length] >= 0).any())
 
-    def cut(self, request: Request, extra: SeenByRequest, start: int, length: int) -> int:
+    def cut(self, request: Request, extra: SeenByRequest, start: int, length: int, most: int) -> int:
         """Tokens that see each other are run together."""
         until, last = extra.visible_until, start + length - 1
-        if until is None or last >= len(until) or until[last] == last:
+        if until is None or not length or last >= len(until) or until[last] == last:
             return length
-        alike = np.flatnonzero(until[start : last + 1] == until[last])
-        return int(alike[0])
+        before = int(np.flatnonzero(until[start : last + 1] == until[last])[0])
+        whole = int(until[last]) + 1 - start
+        return whole if not before and whole <= most else before
 
     def fields(self, key: Key, sizes: StepSizes) -> dict[str, tuple[int, ...]]:
         found: dict[str, tuple[int, ...]] = {"image_row": (key.size,)}

@@ -6,8 +6,10 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
+from jaxllm.engine.features.images.feature import ImagesFeature, SeenByRequest
 from jaxllm.engine.features.images.store import RowStore, Waiter
 from jaxllm.engine.messages import SeenImage
 from jaxllm.errors import EngineDeadError, InvalidRequestError
@@ -33,6 +35,27 @@ def test_an_image_has_its_rows_once_as_long_as_somebody_holds_it() -> None:
     store.give_back(second)
     assert store.num_held == 0
     assert took(store, image("c", 4)).held[0].rows.tolist() != []  # b, which was unused longest, made room
+
+
+def test_tokens_that_see_each_other_are_run_together() -> None:
+    """Ten tokens, of which 3 to 6 see each other: chunks end before them or after them, or wait."""
+    until = np.array([0, 1, 2, 6, 6, 6, 6, 7, 8, 9], np.int32)
+    rows = np.where(until > np.arange(10), 0, -1).astype(np.int32)
+    seen = SeenByRequest((), rows, until, None, 7, [])
+
+    def cut(start: int, length: int, most: int) -> int:
+        return ImagesFeature.cut(None, None, seen, start, length, most)  # type: ignore[arg-type]
+
+    assert [cut(0, length, 16) for length in range(11)] == [0, 1, 2, 3, 3, 3, 3, 7, 8, 9, 10]
+    assert [cut(3, length, most) for length, most in ((2, 16), (2, 4), (2, 3), (0, 16), (4, 4), (7, 7))] == [
+        4,
+        4,
+        0,
+        0,
+        4,
+        7,
+    ]
+    assert cut(9, 20, 20) == 20
 
 
 def test_who_came_first_has_room_first() -> None:
