@@ -172,7 +172,7 @@ class ImagesFeature(Feature):
         assert asked.images is not None
         found = SeenByRequest.of(asked.images, request.token_ids)
         if found.visible_until is not None:
-            longest = int(np.bincount(found.visible_until).max())
+            longest = max(np.bincount(found.visible_until).tolist())
             if longest > (most := self.around.sizes.max_num_batched_tokens):
                 problem = f"an image has {longest} tokens that see each other, and a step runs {most} at most"
                 raise InvalidRequestError(f"{problem} (max_num_batched_tokens, image_max_tokens)")
