@@ -74,7 +74,7 @@ def routes_read_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def processes_started_once() -> Iterator[None]:
     with keeping_processes():
         yield
