@@ -79,7 +79,9 @@ def tower_blueprint(
     width = 2 * spec.tower.inputs + 8 * blocks.hidden_size + 3 * blocks.intermediate_size
     return TowerBlueprint(
         spec,
-        AbstractTower(model, params, processor, num_rows, tuple(sizes), parts_of(spec.tower, sizes[-1], platform)),
+        AbstractTower(
+            model, params, processor, num_rows, {size: parts_of(spec.tower, size, platform) for size in sizes}
+        ),
         weight_bytes(params, options.tp) + num_rows * row_bytes,
         4 * sizes[-1] * width,
     )

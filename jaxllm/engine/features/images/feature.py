@@ -48,10 +48,9 @@ class AbstractTower(NamedTuple):
     params: list[ParamSpec]
     processor: Processor
     num_rows: int
-    buckets: tuple[int, ...]
-    """Patches that a batch of the tower is padded to."""
-    parts: tuple[range, ...]
-    """The layers that run together: decodes go on between them."""
+    buckets: dict[int, tuple[range, ...]]
+    """Patches that a batch of the tower is padded to, ascending, and the layers that then run together: decodes go on
+    between these parts."""
 
 
 class Piece(NamedTuple):
@@ -109,18 +108,18 @@ class ImagesFeature(Feature):
 
     def __init__(self, tower: AbstractTower):
         self._tower, self._config = tower, tower.model.config
-        self.words = tuple(f"tower{part}" for part in range(len(tower.parts)))
+        self.words = tuple(f"tower{part}" for part in range(max(map(len, tower.buckets.values()))))
         self._graph, state = nnx.split(tower.model)
         leaves, self._tree = jax.tree.flatten(state)
         self._num_leaves = len(leaves)
-        self._batch_tree = jax.tree.structure(pack(self._config, [], tower.buckets[0]))
+        self._batch_tree = jax.tree.structure(pack(self._config, [], min(tower.buckets)))
 
     def plan(self, buckets: Buckets) -> Plan:
-        towers = [self._key(size, part) for size in self._tower.buckets for part in range(len(self.words))]
+        towers = [key for size in self._tower.buckets for key in self._keys(size)]
         return Plan(late=[*towers, *(Key("backbone", size, frozenset({f"{self.name}1"})) for size in buckets.prefill)])
 
     def part(self, state: StateShapes) -> Any:
-        config, most, dtype = self._config, self._tower.buckets[-1], state.sizes.dtype
+        config, most, dtype = self._config, max(self._tower.buckets), state.sizes.dtype
         shapes = {
             "rows": (self._tower.num_rows, config.row_size),
             "patches": (most, config.blocks.hidden_size),
@@ -139,7 +138,7 @@ class ImagesFeature(Feature):
         rows, which go to the places `to` of the store.
         """
         (word,) = key.variant
-        layers = self._tower.parts[self.words.index(word)]
+        layers = self._tower.buckets[key.size][self.words.index(word)]
         arrays = jax.tree.leaves(pack(self._config, [], key.size))
         sent = [maker.state.replicated(array.shape, array.dtype) for array in arrays]
 
@@ -191,15 +190,15 @@ class ImagesFeature(Feature):
             if not self._store.claim(image, extra):
                 continue
             for piece in self._pieces_of(image, seen, extra):
-                for part in range(len(self.words)):
-                    self.around.device.compile(self._key(piece.size, part))
+                for key in self._keys(piece.size):
+                    self.around.device.compile(key)
                 self._pieces.put(piece)
                 self.around.core.wake()
                 self._store.wait(image, piece.filled, extra)
 
     def _pieces_of(self, image: StoredImage, seen: SeenImage, user: Waiter) -> Iterator[Piece]:
         """As many tiles together as the largest batch holds, from the first on that is not filled."""
-        config, processor, most = self._config, self._tower.processor, self._tower.buckets[-1]
+        config, processor, most = self._config, self._tower.processor, max(self._tower.buckets)
         side = processor.patch
         pixels = np.frombuffer(seen.pixels, np.uint8).reshape(-1, side, side, 3)
         ends = list(accumulate(height * width for height, width in seen.tiles))
@@ -210,7 +209,7 @@ class ImagesFeature(Feature):
             while count < len(tiles) and packed_patches(config, Grid(tuple(tiles[: count + 1]))) <= most:
                 count += 1
             grid = Grid(tuple(tiles[:count]))
-            size = smallest_covering(self._tower.buckets, packed_patches(config, grid))
+            size = smallest_covering(tuple(self._tower.buckets), packed_patches(config, grid))
             patches = processor.normalized(pixels[begin : begin + grid.patches])
             batch = pack(config, [(patches, grid)], size)
             first, begin = begin // config.patches_per_row, begin + grid.patches
@@ -219,8 +218,9 @@ class ImagesFeature(Feature):
             to[: filled - first] = image.rows[first:filled]
             yield Piece(size, to, batch, image, filled, user)
 
-    def _key(self, size: int, part: int) -> Key:
-        return Key("put", size, frozenset({self.words[part]}))
+    def _keys(self, size: int) -> list[Key]:
+        """The parts of the tower for a batch of this size, in order."""
+        return [Key("put", size, frozenset({word})) for word in self.words[: len(self._tower.buckets[size])]]
 
     def begin_step(self) -> None:
         """Run one part of the tower for one piece: the step that follows waits for no more."""
@@ -231,8 +231,9 @@ class ImagesFeature(Feature):
         (piece, part), self._in_tower = self._in_tower, None
         if piece.user.is_over:
             return
-        self.around.device.run(self._key(piece.size, part), piece.to, *jax.tree.leaves(piece.batch))
-        if part + 1 < len(self.words):
+        keys = self._keys(piece.size)
+        self.around.device.run(keys[part], piece.to, *jax.tree.leaves(piece.batch))
+        if part + 1 < len(keys):
             self._in_tower = piece, part + 1
         else:
             self._store.fill(piece.image, piece.filled)
