@@ -37,7 +37,9 @@ def test_what_is_no_text_is_refused(page: Driver, tmp_path: Path):
     file = tmp_path / "picture.png"
     file.write_bytes(b"\x89PNG\0\xff")
     page.page.locator(".composer input[type=file]").set_input_files(file)
-    expect(page.page.get_by_text("picture.png is a picture. The models here read text only.")).to_be_visible()
+    expect(page.page.get_by_text("picture.png is a picture, and talker reads text only.")).to_be_visible()
+    expect(page.button("Attach pictures")).to_have_count(0)
+    expect(page.button("Remove picture.png")).to_have_count(0)
     other = tmp_path / "data.bin"
     other.write_bytes(b"\0\xff")
     page.page.locator(".composer input[type=file]").set_input_files(other)

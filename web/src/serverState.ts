@@ -1,13 +1,15 @@
-/** What the page knows of the server: its models, their defaults, its tool servers. */
+/** What the page knows of the server: its models, their defaults, which of them see, its tool servers. */
 
 import { create } from "zustand";
 import { APIError } from "./api/http";
-import { beginLoading, listModels, listToolServers, loadingStage, samplingDefaults, type LoadingStage, type Model, type SamplingDefaults, type ToolServer } from "./api/server";
+import { beginLoading, listModels, listToolServers, loadingStage, modelProps, type LoadingStage, type Model, type Props, type SamplingDefaults, type ToolServer } from "./api/server";
 
 interface State {
   models: Model[];
   /** By the model's name, of those that have been seen loaded. */
   defaults: Record<string, SamplingDefaults>;
+  /** Likewise: whether a model can be shown pictures. */
+  vision: Record<string, boolean>;
   toolServers: ToolServer[];
   /** Null until it has been asked. False: it is asked again until it answers. */
   reachable: boolean | null;
@@ -18,7 +20,7 @@ const POLL_MILLISECONDS = 500;
 const FIRST_WAIT_MILLISECONDS = 500;
 const LONGEST_WAIT_MILLISECONDS = 5000;
 
-export const useServer = create<State>()(() => ({ models: [], defaults: {}, toolServers: [], reachable: null, loading: null }));
+export const useServer = create<State>()(() => ({ models: [], defaults: {}, vision: {}, toolServers: [], reachable: null, loading: null }));
 
 export async function loadServer(): Promise<void> {
   try {
@@ -72,13 +74,18 @@ async function untilLoaded(): Promise<void> {
   await loadServer();
 }
 
-/** Look again how far each model is, and what those recommend that are loaded. */
+/** Look again how far each model is, and what those recommend and can see that are loaded. */
 export async function refreshModels(): Promise<void> {
   const models = await listModels();
   const unknown = models.filter(({ id, status }) => status.value === "loaded" && !(id in useServer.getState().defaults));
-  const found = await Promise.all(unknown.map(async ({ id }) => [id, await samplingDefaults(id).catch(unlessGone)] as const));
-  const known = found.filter((pair): pair is [string, SamplingDefaults] => pair[1] !== null);
-  useServer.setState(({ defaults }) => ({ models, defaults: { ...defaults, ...Object.fromEntries(known) } }));
+  const found = await Promise.all(unknown.map(async ({ id }) => [id, await modelProps(id).catch(unlessGone)] as const));
+  const known = found.filter((pair): pair is [string, Props] => pair[1] !== null);
+  const each = <T>(of: (props: Props) => T) => Object.fromEntries(known.map(([id, props]) => [id, of(props)]));
+  useServer.setState(({ defaults, vision }) => ({
+    models,
+    defaults: { ...defaults, ...each((props) => props.default_generation_settings.params) },
+    vision: { ...vision, ...each((props) => props.modalities.vision) },
+  }));
 }
 
 /** A model may be unloaded while it is asked. */
@@ -115,6 +122,11 @@ export function modelOf(models: Model[], name: string | null): Model | undefined
 /** Whether a model, by default the first one, only continues text. */
 export function isBase(models: Model[], name: string | null): boolean {
   return modelOf(models, name)?.has_chat_template === false;
+}
+
+/** Whether a model, by default the first one, can be shown pictures; null until it was loaded. */
+export function sees({ models, vision }: State, name: string | null): boolean | null {
+  return isBase(models, name) ? false : (vision[modelOf(models, name)?.id ?? ""] ?? null);
 }
 
 /** The context of a model, of the first one by default. */

@@ -33,6 +33,14 @@ it("reads from the last place that was chosen on, in the branches that have it",
   expect(ids(read(path(tree(user("1"), answer("2")))))).toEqual(["n0", "n1"]);
 });
 
+it("takes a picture for what the model reads of it, not for its bytes", () => {
+  const pictures = [{ name: "a.png", url: `data:image/png;base64,${"A".repeat(100_000)}` }];
+  const shown = tree({ ...user("q"), pictures } as Message, answer("a".repeat(20_000)), user("q"), answer("a".repeat(20_000)), user("q"), newAnswer("m", 0));
+  expect(nextFrom(path(shown))).toEqual({ at: "n4", from: "n2" });
+  const last = tree(user("q".repeat(20_000)), answer("a"), user("q"), answer("a"), { ...user("q"), pictures } as Message, newAnswer("m", 0));
+  expect(nextFrom(path(last))).toEqual({ at: "n4", from: "n2" });
+});
+
 it("cuts a text into parts at line ends", () => {
   const text = "0123456\n89\nabcdefgh";
   expect(partsOf(text, 2)).toEqual(["0123456\n89\n", "abcdefgh"]);

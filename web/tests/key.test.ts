@@ -18,7 +18,7 @@ it("says that a key is missing, and tries the turn again once there is one", asy
   vi.stubGlobal("fetch", async () => answers.shift()!);
   const { id } = createConversation();
   const last = () => path(useConversations.getState().loaded[id]!.tree).at(-1)!.message;
-  say(id, "Hi", []);
+  say(id, { text: "Hi", files: [], pictures: [] });
   await vi.waitFor(() => expect(useRuns.getState()).toEqual({}));
   expect(last()).toMatchObject({ state: "failed", error: expect.stringContaining("asks for a key") as string });
   retryRefused();

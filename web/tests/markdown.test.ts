@@ -12,7 +12,7 @@ it("writes what is shown, with files, thoughts and calls", () => {
   const answer = { ...newAnswer("m", 0), parts: [{ kind: "reasoning" as const, text: "Two\n\nnumbers", started: 0, ended: 1 }, call, { kind: "text" as const, text: "It is **5**.", tokens: [] }] };
   const tree = branch(append(asked, "a", "b", newAnswer("m", 0)), "b", "c", answer);
   const conversation = { id: "1", title: "Sums", pinned: false, created: 0, updated: 0, settings: DEFAULTS, tree };
-  expect(markdownOf(conversation, NAMES)).toBe(`# Sums
+  expect(markdownOf(conversation, NAMES, "inside")).toBe(`# Sums
 
 ## You
 
@@ -36,5 +36,12 @@ lab: add({"a": 2})
 
 It is **5**.
 `);
-  expect(markdownOf({ ...conversation, title: "", tree: EMPTY }, NAMES)).toBe("# Untitled\n");
+  expect(markdownOf({ ...conversation, title: "", tree: EMPTY }, NAMES, "inside")).toBe("# Untitled\n");
+});
+
+it("has pictures inside, or their names", () => {
+  const tree = append(EMPTY, ROOT, "a", { role: "user", text: "Who?", files: [], pictures: [{ name: "a[1].png", url: "data:image/png;base64,AA==" }], created: 0 });
+  const conversation = { id: "1", title: "T", pinned: false, created: 0, updated: 0, settings: DEFAULTS, tree };
+  expect(markdownOf(conversation, NAMES, "inside")).toContain("\n\n![a\\[1\\].png](data:image/png;base64,AA==)\n\nWho?\n");
+  expect(markdownOf(conversation, NAMES, "named")).toContain("\n\n[a\\[1\\].png]\n\nWho?\n");
 });

@@ -20,7 +20,7 @@ describe("one of several models", () => {
         status = { value: "loading", doing: "Loading b", done: 3, total: 7 };
         return Promise.resolve(new Response("{}"));
       }
-      if (path === "v1/props?model=b") return Promise.resolve(new Response(JSON.stringify({ default_generation_settings: { params: { top_k: 40 } } })));
+      if (path === "v1/props?model=b") return Promise.resolve(new Response(JSON.stringify({ default_generation_settings: { params: { top_k: 40 } }, modalities: { vision: true } })));
       if (path === "v1/props?model=a") return Promise.resolve(new Response(JSON.stringify({ error: { message: "it is unloaded", param: null } }), { status: 503 }));
       return Promise.resolve(new Response(JSON.stringify({ data: [{ id: "a", status: { value: "loaded" } }, { id: "b", status }] })));
     });
@@ -31,9 +31,10 @@ describe("one of several models", () => {
   });
 
   it("is loaded and waited for, and what it recommends is known then", async () => {
-    const { refreshModels, useServer, whenLoaded } = await import("../src/serverState");
+    const { refreshModels, sees, useServer, whenLoaded } = await import("../src/serverState");
     await refreshModels();
     expect(useServer.getState().defaults).toEqual({}); // a was unloaded before it could be asked
+    expect(sees(useServer.getState(), "b")).toBeNull();
     let done = false;
     const waiting = whenLoaded("b").then(() => (done = true));
     await vi.advanceTimersByTimeAsync(1200);
@@ -43,6 +44,7 @@ describe("one of several models", () => {
     await vi.advanceTimersByTimeAsync(600);
     await waiting;
     expect(useServer.getState().defaults).toEqual({ b: { top_k: 40 } });
+    expect([sees(useServer.getState(), "b"), sees(useServer.getState(), null)]).toEqual([true, null]);
     asked = [];
     await whenLoaded("b");
     await whenLoaded("unknown");

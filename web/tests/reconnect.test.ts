@@ -4,7 +4,7 @@ import { textOf, type AssistantMessage } from "../src/store/messages";
 import { path } from "../src/store/tree";
 import { storage } from "./storage";
 
-const ABOUT: Record<string, unknown> = { "/v1/models": { data: [{ id: "m" }] }, "/v1/props": { default_generation_settings: { params: {} } }, "/v1/mcp/servers": { data: [] } };
+const ABOUT: Record<string, unknown> = { "/v1/models": { data: [{ id: "m" }] }, "/v1/props": { default_generation_settings: { params: {} }, modalities: { vision: false } }, "/v1/mcp/servers": { data: [] } };
 const chunk = (delta: object, finish: string | null = null) => `data: ${JSON.stringify({ choices: [{ delta, finish_reason: finish }] })}\n\n`;
 
 /** A stream of this text, whose connection then breaks, or that ends. */
@@ -50,7 +50,7 @@ describe("an answer whose connection breaks", () => {
     const { createConversation, useConversations } = await import("../src/store/conversations");
     const run = await import("../src/chat/run");
     const { id } = createConversation();
-    run.say(id, "Hi", []);
+    run.say(id, { text: "Hi", files: [], pictures: [] });
     return { run, id, last: () => path(useConversations.getState().loaded[id]!.tree).at(-1)!.message as AssistantMessage };
   }
 

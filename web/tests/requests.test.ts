@@ -89,6 +89,23 @@ describe("a request for a response", () => {
   });
 });
 
+describe("pictures", () => {
+  const pictures = ["AA", "BB"].map((data) => ({ name: `${data}.png`, url: `data:image/png;base64,${data}==` }));
+  const shown = { ...asked, pictures, files: [{ name: "a.md", text: "x" }] };
+
+  it("come in their order before the text", () => {
+    const { messages } = chatRequest(DEFAULTS, [shown, answered(text("Noon.")), { ...asked, pictures, text: "" }]) as { messages: { content: object[] }[] };
+    const parts = pictures.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+    expect(messages[0]!.content).toEqual([...parts, { type: "text", text: "a.md:\n```\nx\n```\n\nWhat time is it?" }]);
+    expect(messages[2]!.content).toEqual(parts);
+  });
+
+  it("are sent with tools too", () => {
+    const { input } = responseRequest(settings({ servers: { clock: "always" } }), [shown]) as { input: { content: object[] }[] };
+    expect(input[0]!.content).toEqual([...pictures.map(({ url }) => ({ type: "input_image", image_url: url })), { type: "input_text", text: "a.md:\n```\nx\n```\n\nWhat time is it?" }]);
+  });
+});
+
 describe("withFiles", () => {
   it("puts each file into a fence that it cannot close", () => {
     const message = { ...asked, files: [{ name: "a.md", text: "```\ncode\n```" }] };

@@ -2,7 +2,7 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
 const LOADING = { status: "loading", doing: "Loading m", done: 3, total: 7 };
 const MODELS = { data: [{ id: "m", max_model_len: 64, status: { value: "loaded" } }] };
-const LOADED: Record<string, unknown> = { ready: { status: "ready" }, "v1/models": MODELS, "v1/props": { default_generation_settings: { params: {} } }, "v1/mcp/servers": { data: [] } };
+const LOADED: Record<string, unknown> = { ready: { status: "ready" }, "v1/models": MODELS, "v1/props": { default_generation_settings: { params: {} }, modalities: { vision: false } }, "v1/mcp/servers": { data: [] } };
 
 describe("a server that is loading its model", () => {
   beforeEach(() => {

@@ -40,7 +40,7 @@ it.each([
     told = true;
     return give();
   });
-  say(id, "Which trees?\nTell me.", []);
+  say(id, { text: "Which trees?\nTell me.", files: [], pictures: [] });
   const now = () => useConversations.getState().loaded[id]!;
   expect(now().title).toBe("Which trees?");
   await vi.waitFor(() => expect(useRuns.getState()).toEqual({}));

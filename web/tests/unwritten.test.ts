@@ -45,6 +45,21 @@ it("keeps nothing of what is written, and a conversation that never was", async 
   expect(after.useConversations.getState().entries!.map(({ title }) => title)).toContain("New");
 });
 
+it("leaves out pictures that are written, which stay in the conversation", async () => {
+  const before = await open();
+  const pictures = [{ name: "a.png", url: "data:image/png;base64,AAAA" }];
+  const { id } = before.createConversation(undefined, "T", append(EMPTY, ROOT, "a", { ...said("a"), pictures } as Message));
+  await before.writeAll();
+  before.changeTree(id, (tree) => append(tree, "a", "b", answer("one")));
+  before.keepUnwritten();
+  expect(localStorage.getItem(`jaxllm.unwritten.${id}`)).not.toContain("AAAA");
+  const after = await open();
+  const shown = path((await after.loadConversation(id))!.tree);
+  expect(shown.map(({ message }) => textOf(message))).toEqual(["a", "one"]);
+  expect(shown[0]!.message).toMatchObject({ pictures });
+  expect(shown[0]!.revision ?? 0).toBe(0);
+});
+
 it("brings back no conversation that another tab has deleted, and no older name", async () => {
   const [one, other] = [await open(), await open()];
   const gone = one.createConversation(undefined, "Gone", start);

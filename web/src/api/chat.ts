@@ -1,15 +1,17 @@
 /** /v1/chat/completions: it takes every sampling field, and continues an answer; it runs no tools. */
 
 import { requestFields, structureFields, type Settings } from "../settings/fields";
-import type { AssistantMessage, Message, StreamEvent } from "../store/messages";
-import { withFiles } from "./files";
+import type { AssistantMessage, Message, StreamEvent, UserMessage } from "../store/messages";
+import { urlsOf, withFiles } from "./files";
 import { APIError, postJSON } from "./http";
 import { tokens, type WireToken } from "./logprobs";
 import { readEvents } from "./sse";
 
+type ContentPart = { type: "image_url"; image_url: { url: string } } | { type: "text"; text: string };
+
 export interface ChatMessage {
   role: "system" | "user" | "assistant" | "tool";
-  content?: string;
+  content?: string | ContentPart[];
   reasoning_content?: string;
   tool_calls?: { id: string; type: "function"; function: { name: string; arguments: string } }[];
   tool_call_id?: string;
@@ -58,7 +60,13 @@ export function chatRequest(settings: Settings, history: Message[]): Record<stri
 
 export function chatMessages(settings: Settings, history: Message[]): ChatMessage[] {
   const system: ChatMessage[] = settings.system ? [{ role: "system", content: settings.system }] : [];
-  return [...system, ...history.flatMap((message) => (message.role === "user" ? [{ role: "user" as const, content: withFiles(message) }] : answerMessages(message)))];
+  return [...system, ...history.flatMap((message) => (message.role === "user" ? [{ role: "user" as const, content: userContent(message) }] : answerMessages(message)))];
+}
+
+function userContent(message: UserMessage): string | ContentPart[] {
+  const [urls, text] = [urlsOf(message), withFiles(message)];
+  if (!urls.length) return text;
+  return [...urls.map((url) => ({ type: "image_url" as const, image_url: { url } })), ...(text ? [{ type: "text" as const, text }] : [])];
 }
 
 /** An answer with calls in it is several messages: text with the calls behind it, then their results, then further text. */
@@ -78,7 +86,7 @@ function answerMessages(answer: AssistantMessage): ChatMessage[] {
     if (part.kind === "text" || part.kind === "reasoning") {
       if (results.length) flush();
       const message = begin();
-      if (part.kind === "text") message.content += part.text;
+      if (part.kind === "text") message.content = `${message.content as string}${part.text}`;
       else message.reasoning_content = (message.reasoning_content ?? "") + part.text;
     } else if (part.kind === "call" && part.output !== null) {
       const message: ChatMessage = open ?? begin();

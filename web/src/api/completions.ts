@@ -1,4 +1,4 @@
-/** /v1/completions: how a base model goes on with a text. Who said what is nothing to it. */
+/** /v1/completions: how a base model goes on with a text. Who said what is nothing to it, and pictures it is not shown. */
 
 import { requestFields, structureFields, type Settings } from "../settings/fields";
 import { textOf, type Message, type StreamEvent, type Token } from "../store/messages";

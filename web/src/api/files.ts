@@ -8,6 +8,11 @@ export async function textOfFile(file: File): Promise<string> {
   return (await request("v1/files/text", { method: "POST", body: form })).text();
 }
 
+/** The data: URLs of a message's pictures. */
+export function urlsOf(message: UserMessage): string[] {
+  return (message.pictures ?? []).map(({ url }) => url);
+}
+
 /** A text between fences that are longer than any in it. */
 export function fenced(text: string): string {
   const longest = Math.max(2, ...[...text.matchAll(/`+/g)].map(([ticks]) => ticks.length));
@@ -15,7 +20,7 @@ export function fenced(text: string): string {
   return `${fence}\n${text}\n${fence}`;
 }
 
-/** What the model reads of a message: its files first, each in fences. */
+/** What the model reads of a message, beside its pictures: its files first, each in fences. */
 export function withFiles(message: UserMessage): string {
   const files = message.files.map(({ name, text }) => `${name}:\n${fenced(text)}`);
   return [...files, message.text].filter(Boolean).join("\n\n");

@@ -1,8 +1,8 @@
 /** /v1/responses: the server runs the tools of its MCP servers, and asks for approval. Nothing is stored there. */
 
 import { requestFields, structureFields, type Approval, type Settings } from "../settings/fields";
-import type { AssistantMessage, Message, Part, StreamEvent } from "../store/messages";
-import { withFiles } from "./files";
+import type { AssistantMessage, Message, Part, StreamEvent, UserMessage } from "../store/messages";
+import { urlsOf, withFiles } from "./files";
 import { APIError, postJSON } from "./http";
 import { tokens, type WireToken } from "./logprobs";
 import { readEvents } from "./sse";
@@ -67,10 +67,16 @@ export function responseRequest(settings: Settings, history: Message[]): Record<
       type: "mcp", server_label: label, require_approval: APPROVALS[approval],
     })),
     ...(history.at(-1)?.role === "user" ? choiceFields(settings) : {}), // who has answered approvals wants no further call
-    input: history.flatMap((message) => (message.role === "user" ? [{ role: "user", content: withFiles(message) }] : answerItems(message))),
+    input: history.flatMap((message) => (message.role === "user" ? [{ role: "user", content: userContent(message) }] : answerItems(message))),
     store: false,
     stream: true,
   };
+}
+
+function userContent(message: UserMessage): string | Item[] {
+  const [urls, text] = [urlsOf(message), withFiles(message)];
+  if (!urls.length) return text;
+  return [...urls.map((image_url) => ({ type: "input_image", image_url })), ...(text ? [{ type: "input_text", text }] : [])];
 }
 
 function choiceFields({ toolChoice }: Settings): Record<string, unknown> {

@@ -64,10 +64,15 @@ export async function beginLoading(model: string): Promise<void> {
   await postJSON("v1/models/load", { model });
 }
 
+export interface Props {
+  default_generation_settings: { params: SamplingDefaults };
+  /** Whether it can be shown pictures. */
+  modalities: { vision: boolean };
+}
+
 /** Of a model that is loaded. */
-export async function samplingDefaults(model: string): Promise<SamplingDefaults> {
-  const path = `v1/props?model=${encodeURIComponent(model)}`;
-  return (await getJSON<{ default_generation_settings: { params: SamplingDefaults } }>(path)).default_generation_settings.params;
+export function modelProps(model: string): Promise<Props> {
+  return getJSON<Props>(`v1/props?model=${encodeURIComponent(model)}`);
 }
 
 /** The MCP servers of this server's configuration. */

@@ -7,7 +7,7 @@ import { modelOf, useServer } from "../serverState";
 import { change, createConversation, loadConversation, useConversations } from "../store/conversations";
 import type { Conversation } from "../store/database";
 import { changeDraft, forgetDraft, useDraft } from "../store/drafts";
-import { contextUsed, type TextFile } from "../store/messages";
+import { contextUsed } from "../store/messages";
 import { usePreferences } from "../store/preferences";
 import { path } from "../store/tree";
 import type { Settings } from "../settings/fields";
@@ -46,10 +46,10 @@ export function ChatPage({ id, listOpen, onToggleList }: Props) {
     document.title = conversation?.title ? `${conversation.title} · jaxllm` : "jaxllm";
   }, [conversation?.title]);
 
-  const send = (text: string, files: TextFile[]) => {
+  const send = () => {
     const at = conversation ?? createConversation(settings);
     forgetDraft(id);
-    say(at.id, text, files);
+    say(at.id, draft);
     if (!conversation) go({ page: "chat", id: at.id });
   };
   const shown = conversation ? path(conversation.tree) : [];

@@ -1,11 +1,11 @@
-import { ArrowUpOutlined, FileTextOutlined, PaperClipOutlined, UploadOutlined } from "@ant-design/icons";
+import { ArrowUpOutlined, CameraOutlined, FileTextOutlined, PaperClipOutlined, PictureOutlined, UploadOutlined } from "@ant-design/icons";
 import { Attachments, Sender } from "@ant-design/x";
 import { App, Button, Tag } from "antd";
 import { useEffect, useRef } from "react";
 import { textOfFile } from "../api/files";
 import { APIError } from "../api/http";
 import { useT } from "../i18n";
-import { isBase, useServer } from "../serverState";
+import { isBase, modelOf, sees, useServer, whenLoaded } from "../serverState";
 import type { Settings } from "../settings/fields";
 import { changeDraft, type Draft } from "../store/drafts";
 import type { TextFile } from "../store/messages";
@@ -14,6 +14,7 @@ import { useShortcuts } from "../shortcuts";
 import { isTouched, sends } from "./enter";
 import { freeName, isLong } from "./paste";
 import { MAX_FILE_BYTES, MAX_FILE_TEXT, readTextFile } from "./textFiles";
+import { isPicture, PictureButton, PictureList, readPicture } from "./Pictures";
 import { stop } from "./run";
 import { ToolSwitches } from "./ToolSwitches";
 
@@ -26,7 +27,7 @@ interface Props {
   onSettings: (settings: Settings) => void;
   running: boolean;
   shown: TreeNode[];
-  onSend: (text: string, files: TextFile[]) => void;
+  onSend: () => void;
 }
 
 export function Composer({ id, draft, tokens, settings, onSettings, running, shown, onSend }: Props) {
@@ -34,19 +35,22 @@ export function Composer({ id, draft, tokens, settings, onSettings, running, sho
   const touches = isTouched();
   const base = useServer((state) => isBase(state.models, settings.model));
   const box = useRef<HTMLDivElement>(null);
-  const { text: written, files } = draft;
+  const seeing = useServer((state) => sees(state, settings.model)) === true;
+  const { text: written, files, pictures } = draft;
+  const blank = !written.trim() && !files.length && !pictures.length;
   const setFiles = (by: (files: TextFile[]) => TextFile[]) => changeDraft(id, (at) => ({ files: by(at.files) }));
   const { message } = App.useApp();
-  const add = useAddFile(setFiles);
+  const { refuse, addPicture } = useAddPicture(id, settings.model);
+  const addText = useAddFile(setFiles);
+  const add = (file: File) => (isPicture(file) ? addPicture(file) : addText(file));
   const focus = () => box.current?.querySelector("textarea")?.focus();
   useShortcuts({ focus });
   useEffect(() => {
     box.current?.querySelector("textarea")?.setAttribute("dir", "auto"); // Sender takes no dir
     focus();
   }, []);
-  const submit = (text: string) => {
-    if (running || (!text.trim() && !files.length)) return;
-    onSend(text, files);
+  const submit = () => {
+    if (!running && !blank && !(pictures.length && refuse(pictures[0]!.name))) onSend();
   };
   const paste = (event: React.ClipboardEvent) => {
     const text = event.clipboardData.getData("text/plain");
@@ -63,7 +67,7 @@ export function Composer({ id, draft, tokens, settings, onSettings, running, sho
   const press = (event: React.KeyboardEvent): void | false => {
     if (sends({ key: event.key, shiftKey: event.shiftKey, isComposing: event.nativeEvent.isComposing }, touches)) {
       event.preventDefault();
-      submit(written);
+      submit();
       return false; // Sender sends only by a button of its own
     }
     if (event.key === "Enter") return false;
@@ -78,8 +82,12 @@ export function Composer({ id, draft, tokens, settings, onSettings, running, sho
       <Sender
         value={written} onChange={(text) => changeDraft(id, () => ({ text }))} placeholder={t(base ? "textHint" : touches ? "messageHintTouch" : "messageHint")}
         autoSize={{ minRows: 1, maxRows: 10 }} onPaste={paste} onPasteFile={(pasted) => Array.from(pasted).forEach(add)} onKeyDown={press} suffix={false}
-        header={files.length > 0 && (
+        header={(files.length > 0 || pictures.length > 0) && (
           <div className="files">
+            <PictureList pictures={pictures} onRemove={(picture) => {
+              changeDraft(id, (at) => ({ pictures: at.pictures.filter((other) => other !== picture) }));
+              focus();
+            }} />
             {files.map((file, at) => (
               <Tag key={at} icon={<FileButton file={file} onClick={() => intoMessage(file)} />} closable={{ "aria-label": t("removeFile", { name: file.name }) }} onClose={(event) => {
                 event.preventDefault();
@@ -93,10 +101,12 @@ export function Composer({ id, draft, tokens, settings, onSettings, running, sho
             <span>
               <Attachments
                 multiple items={[]} beforeUpload={(file) => (add(file), false)} getDropContainer={() => document.body}
-                placeholder={{ icon: <UploadOutlined aria-hidden />, title: t("dropHere"), description: t("dropText") }}
+                placeholder={{ icon: <UploadOutlined aria-hidden />, title: t(seeing ? "dropHereSeeing" : "dropHere"), description: t(seeing ? "dropTextSeeing" : "dropText") }}
               >
                 <Button type="text" icon={<PaperClipOutlined aria-hidden />} aria-label={t("attach")} title={t("attach")} />
               </Attachments>
+              {seeing && <PictureButton name={t("attachPictures")} icon={<PictureOutlined aria-hidden />} onPicture={add} />}
+              {seeing && touches && <PictureButton name={t("takePicture")} icon={<CameraOutlined aria-hidden />} camera onPicture={add} />}
               <ToolSwitches settings={settings} onChange={onSettings} />
             </span>
             <span>
@@ -104,7 +114,7 @@ export function Composer({ id, draft, tokens, settings, onSettings, running, sho
               {running ? (
                 <Button shape="circle" icon={<span className="stop-sign" aria-hidden />} aria-label={t("stop")} title={t("stop")} onClick={() => id !== null && stop(id)} />
               ) : (
-                <Button type="primary" shape="circle" icon={<ArrowUpOutlined aria-hidden />} disabled={!written.trim() && !files.length} aria-label={t("send")} title={t("send")} onClick={() => submit(written)} />
+                <Button type="primary" shape="circle" icon={<ArrowUpOutlined aria-hidden />} disabled={blank} aria-label={t("send")} title={t("send")} onClick={submit} />
               )}
             </span>
           </div>
@@ -117,6 +127,36 @@ export function Composer({ id, draft, tokens, settings, onSettings, running, sho
 function FileButton({ file, onClick }: { file: TextFile; onClick: () => void }) {
   const name = useT()("intoMessage", { name: file.name });
   return <button type="button" className="bare" aria-label={name} title={name} onClick={onClick}><FileTextOutlined aria-hidden /></button>;
+}
+
+/** Puts pictures into a draft, one after the other, unless the model sees none. */
+function useAddPicture(id: string | null, model: string | null) {
+  const t = useT();
+  const { message } = App.useApp();
+  const last = useRef(Promise.resolve());
+  const refuse = (name: string): boolean => {
+    const state = useServer.getState();
+    if (sees(state, model) !== false) return false;
+    message.error(t("noPictures", { name, model: modelOf(state.models, model)?.id ?? "" }));
+    return true;
+  };
+  const add = async (file: File) => {
+    try {
+      if (sees(useServer.getState(), model) === null) await whenLoaded(model);
+    } catch (error) {
+      if (!(error instanceof APIError)) throw error;
+      return void message.error(t("notLoadedBecause", { model: model ?? "", why: error.message }));
+    }
+    if (refuse(file.name)) return;
+    const url = await readPicture(file);
+    if (url === null) message.error(t("badPicture", { name: file.name }));
+    else changeDraft(id, ({ pictures }) => ({ pictures: [...pictures, { name: freeName(file.name, pictures), url }] }));
+  };
+  const addPicture = (file: File) => {
+    const before = last.current;
+    last.current = new Promise((done) => void before.then(() => add(file)).finally(done));
+  };
+  return { refuse, addPicture };
 }
 
 function useAddFile(setFiles: (by: (files: TextFile[]) => TextFile[]) => void) {
@@ -137,7 +177,6 @@ function useAddFile(setFiles: (by: (files: TextFile[]) => TextFile[]) => void) {
   };
   return (file: File) => {
     void (async () => {
-      if (file.type.startsWith("image/") && !file.type.includes("xml")) return void message.error(t("noPictures", { name: file.name }));
       if (file.type === "application/pdf" || /\.pdf$/i.test(file.name)) return addPDF(file);
       if (file.size > MAX_FILE_BYTES) return void message.error(t("tooLarge", { name: file.name, limit: MAX_FILE_TEXT }));
       const read = await readTextFile(file);

@@ -6,6 +6,7 @@ import { useT } from "../i18n";
 import type { UserMessage } from "../store/messages";
 import { CopyButton } from "./CopyButton";
 import { EditForm } from "./EditForm";
+import { PictureList } from "./Pictures";
 import { editUser } from "./run";
 import { VersionSwitch } from "./VersionSwitch";
 
@@ -27,10 +28,16 @@ export const UserTurn = memo(function UserTurn({ conversationId, id, index, coun
       setEditing(false);
       editUser(conversationId, id, text);
     };
-    return <EditForm text={message.text} okText={t("sendEdited")} onOk={send} enterSends onCancel={() => setEditing(false)} />;
+    return (
+      <>
+        <PictureList pictures={message.pictures ?? []} />
+        <EditForm text={message.text} okText={t("sendEdited")} onOk={send} enterSends onCancel={() => setEditing(false)} />
+      </>
+    );
   }
   return (
     <article className="turn user" aria-label={t("you")}>
+      <PictureList pictures={message.pictures ?? []} />
       {message.files.length > 0 && (
         <div className="files">{message.files.map((file, at) => <Tag key={at} icon={<FileTextOutlined aria-hidden />}><bdi>{file.name}</bdi></Tag>)}</div>
       )}

@@ -5,12 +5,12 @@ import type { Draft } from "../store/drafts";
 
 const COUNT_AFTER_MS = 300;
 
-/** How many tokens a draft has with its files, as the model counts; null until that is known. */
-export function useDraftTokens({ text, files }: Draft, model: string | null): number | null {
+/** How many tokens a draft has with its files, as the model counts; null until that is known, and where it has pictures. */
+export function useDraftTokens({ text, files, pictures }: Draft, model: string | null): number | null {
   const filesText = useMemo(() => withFiles({ role: "user", text: "", files, created: 0 }), [files]);
   const written = useTokens(text, model);
   const attached = useTokens(filesText, model);
-  return written === null || attached === null ? null : written + attached;
+  return written === null || attached === null || pictures.length ? null : written + attached;
 }
 
 function useTokens(text: string, model: string | null): number | null {

@@ -13,9 +13,13 @@ import { usePreferences } from "../store/preferences";
 import { markdownOf } from "../store/markdown";
 import { lineage, linear, read, type TreeNode } from "../store/tree";
 
+/** A picture takes about as many tokens as a text of this length. */
+const PICTURE_CHARACTERS = 4000;
+
 /** The message that the model reads first once the oldest turns, half of what it reads now, are left out; null: there is but one turn. */
 export function nextFrom(nodes: TreeNode[]): { at: string; from: string } | null {
-  const sizes = nodes.map(({ message }) => JSON.stringify(chatMessages(DEFAULTS, [message])).length);
+  const sized = (key: string, value: unknown) => (key === "url" ? "x".repeat(PICTURE_CHARACTERS) : value);
+  const sizes = nodes.map(({ message }) => JSON.stringify(chatMessages(DEFAULTS, [message]), sized).length);
   const begins = nodes.map(({ message }, index) => (message.role === "user" ? index : -1)).filter((index) => index > 0);
   const rest = (index: number) => sizes.slice(index).reduce((sum, size) => sum + size, 0);
   const first = begins.find((index) => rest(index) <= rest(0) / 2) ?? begins.at(-1);
@@ -44,14 +48,14 @@ export async function continueElsewhere(id: string, messageId: string): Promise<
   const { message } = nodes.at(-1)!;
   const begun = message.role === "assistant" && message.parts.length > 0;
   const question = nodes.at(-2)?.message;
-  const unanswered = !begun && question?.role === "user" ? question : { text: "", files: [] };
+  const unanswered = !begun && question?.role === "user" ? question : { text: "", files: [], pictures: [] };
   const t = translate(usePreferences.getState().language);
   const names = { you: t("you"), assistant: t("assistant"), untitled: t("untitled") };
-  const said = markdownOf({ ...old, tree: linear(begun ? nodes : nodes.slice(0, -2)) }, names);
+  const said = markdownOf({ ...old, tree: linear(begun ? nodes : nodes.slice(0, -2)) }, names, "named");
   const summary = await summaryOf(said, old);
   const titles = (useConversations.getState().entries ?? []).map(({ title }) => title);
   const fresh = createConversation(old.settings, branchTitle(old.title, titles));
-  changeDraft(fresh.id, () => ({ text: unanswered.text, files: [{ name: t("summaryFile"), text: summary }, ...unanswered.files] }));
+  changeDraft(fresh.id, () => ({ text: unanswered.text, files: [{ name: t("summaryFile"), text: summary }, ...unanswered.files], pictures: unanswered.pictures ?? [] }));
   return fresh.id;
 }
 

@@ -1,7 +1,5 @@
 /** Pastes that are too long for the field to write in. */
 
-import type { TextFile } from "../store/messages";
-
 const LONG_CHARACTERS = 4000;
 const LONG_LINES = 60;
 
@@ -11,7 +9,7 @@ export function isLong(text: string): boolean {
 }
 
 /** "pasted.txt", then "pasted-2.txt" and so on. */
-export function freeName(name: string, files: TextFile[]): string {
+export function freeName(name: string, files: { name: string }[]): string {
   const [, stem, ending] = /^(.*?)(\.\w+)?$/.exec(name)!;
   const names = files.map((file) => file.name);
   let free = name;

@@ -9,8 +9,9 @@ import { translate } from "../i18n";
 import type { Texts } from "../i18n/en";
 import { isBase, isLost, untilReachable, useServer, whenLoaded } from "../serverState";
 import { usesTools } from "../settings/fields";
-import { change, changeMessage, changeTree, newId, useConversations } from "../store/conversations";
-import { decide, ended, grow, newAnswer, pendingCalls, resumable, type AssistantMessage, type Message, type StreamEvent, type TextFile, type UserMessage } from "../store/messages";
+import { change, changeMessage, changeTree, newId, useConversations, writeAll } from "../store/conversations";
+import { decide, ended, grow, newAnswer, pendingCalls, resumable, type AssistantMessage, type Message, type StreamEvent, type UserMessage } from "../store/messages";
+import type { Draft } from "../store/drafts";
 import { usePreferences } from "../store/preferences";
 import { append, branch, lineage, path, read, ROOT } from "../store/tree";
 import { firstWords, nameAfterAnswer } from "./titles";
@@ -30,7 +31,7 @@ export function stopAll(): void {
 }
 
 /** Say something at the end of what is shown; approvals that are still asked for there are refused. */
-export function say(id: string, text: string, files: TextFile[]): void {
+export function say(id: string, draft: Draft): void {
   const last = path(conversation(id).tree).at(-1);
   if (last?.message.role === "assistant") {
     changeMessage(id, last.id, onAnswer((answer) => {
@@ -39,9 +40,10 @@ export function say(id: string, text: string, files: TextFile[]): void {
     }));
   }
   const userId = newId();
-  const said: UserMessage = { role: "user", text, files, created: Date.now() };
+  const said: UserMessage = { role: "user", ...draft, created: Date.now() };
   changeTree(id, (tree) => append(tree, last?.id ?? ROOT, userId, said));
   change(id, (at) => (at.title ? at : { ...at, title: firstWords(said) }));
+  if (draft.pictures.length) void writeAll(); // of what waits when the page is closed, only a few megabytes can be kept
   answer(id, userId);
 }
 

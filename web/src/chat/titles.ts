@@ -10,7 +10,7 @@ import { usePreferences } from "../store/preferences";
 import { path } from "../store/tree";
 
 export function firstWords(message: UserMessage): string {
-  return titleOf(message.text || message.files[0]?.name || "");
+  return titleOf(message.text || message.files[0]?.name || message.pictures?.[0]?.name || "");
 }
 
 /** Have the model name a conversation after its first answer, if the person wants that. Its first words stay where the model gives no title. */

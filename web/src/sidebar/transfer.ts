@@ -18,16 +18,16 @@ export function useTransfer() {
     if (conversation) download(`${fileName(entry)}.json`, exportText([conversation]));
   };
   const fileName = (entry: Entry) => (entry.title || t("untitled")).replace(/[^\p{L}\p{N}]+/gu, "-").slice(0, 50);
-  const asMarkdown = async (entry: Entry) => {
+  const asMarkdown = async (entry: Entry, pictures: "inside" | "named") => {
     const conversation = await loadConversation(entry.id);
-    return conversation && markdownOf(conversation, { you: t("you"), assistant: t("assistant"), untitled: t("untitled") });
+    return conversation && markdownOf(conversation, { you: t("you"), assistant: t("assistant"), untitled: t("untitled") }, pictures);
   };
   const exportMarkdown = async (entry: Entry) => {
-    const text = await asMarkdown(entry);
+    const text = await asMarkdown(entry, "inside");
     if (text !== null) download(`${fileName(entry)}.md`, text, "text/markdown");
   };
   const copyMarkdown = async (entry: Entry) => {
-    const text = await asMarkdown(entry);
+    const text = await asMarkdown(entry, "named");
     if (text === null) return;
     await copyText(text);
     message.success(t("copied"));

@@ -1,14 +1,15 @@
 /** What is being written in each conversation: it waits there while another one is shown. */
 
 import { create } from "zustand";
-import type { TextFile } from "./messages";
+import type { Picture, TextFile } from "./messages";
 
 export interface Draft {
   text: string;
   files: TextFile[];
+  pictures: Picture[];
 }
 
-const EMPTY: Draft = { text: "", files: [] };
+const EMPTY: Draft = { text: "", files: [], pictures: [] };
 
 /** Conversation -> its draft; the one that has not begun has the name "". */
 const useDrafts = create<Record<string, Draft>>()(() => ({}));

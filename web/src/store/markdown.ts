@@ -2,7 +2,7 @@
 
 import { fenced, withFiles } from "../api/files";
 import type { Conversation } from "./database";
-import type { CallPart, Message, Part } from "./messages";
+import type { CallPart, Message, Part, Picture } from "./messages";
 import { path } from "./tree";
 
 /** What the file calls who speaks, and a conversation without a title. */
@@ -12,13 +12,20 @@ export interface Names {
   untitled: string;
 }
 
-export function markdownOf(conversation: Conversation, names: Names): string {
-  const turns = path(conversation.tree).map(({ message }) => `## ${message.role === "user" ? names.you : names.assistant}\n\n${said(message)}`);
+/** Pictures are in it as data: URLs, or only by their names. */
+export function markdownOf(conversation: Conversation, names: Names, pictures: "inside" | "named"): string {
+  const turns = path(conversation.tree).map(({ message }) => `## ${message.role === "user" ? names.you : names.assistant}\n\n${said(message, pictures)}`);
   return [`# ${conversation.title || names.untitled}`, ...turns].join("\n\n") + "\n";
 }
 
-function said(message: Message): string {
-  return message.role === "user" ? withFiles(message) : message.parts.map(partText).filter(Boolean).join("\n\n");
+function said(message: Message, pictures: "inside" | "named"): string {
+  if (message.role === "user") return [...(message.pictures ?? []).map((picture) => pictureText(picture, pictures)), withFiles(message)].filter(Boolean).join("\n\n");
+  return message.parts.map(partText).filter(Boolean).join("\n\n");
+}
+
+function pictureText({ name, url }: Picture, pictures: "inside" | "named"): string {
+  const text = `[${name.replace(/[[\]\\]/g, "\\$&")}]`;
+  return pictures === "inside" ? `!${text}(${url})` : text;
 }
 
 function partText(part: Part): string {

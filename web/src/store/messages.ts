@@ -5,10 +5,18 @@ export interface TextFile {
   text: string;
 }
 
+export interface Picture {
+  name: string;
+  /** A data: URL. */
+  url: string;
+}
+
 export interface UserMessage {
   role: "user";
   text: string;
   files: TextFile[];
+  /** What a model that sees is shown before the text; left out: nothing. */
+  pictures?: Picture[];
   created: number;
   /** The oldest message that the model reads from here on; left out: the first. */
   from?: string;

@@ -4,6 +4,7 @@ import { DEFAULTS } from "../settings/fields";
 import type { Conversation } from "./database";
 import { fromChatGPT, isChatGPT } from "./imports/chatgpt";
 import { fromOpenWebUI, isOpenWebUI } from "./imports/openwebui";
+import type { Picture } from "./messages";
 import { EMPTY, path, type Tree } from "./tree";
 
 const FORMAT = "jaxllm-conversations";
@@ -51,6 +52,11 @@ function foreign(item: unknown, at: number, newId: () => string): Conversation {
   throw new Error(`item ${at} of the list is a conversation of neither ChatGPT (with "mapping") nor Open WebUI (with "chat.history")`);
 }
 
+function arePictures(given: unknown): boolean {
+  const isPicture = ({ name, url }: Partial<Picture>) => typeof name === "string" && typeof url === "string" && url.startsWith("data:image/");
+  return given === undefined || (Array.isArray(given) && given.every((one: Partial<Picture> | null) => one !== null && isPicture(one)));
+}
+
 /** Whether every message is where its parent says it is, and is one. */
 function isTree(tree: Tree | undefined): boolean {
   if (!tree || !Array.isArray(tree.children) || typeof tree.nodes !== "object") return false;
@@ -59,7 +65,7 @@ function isTree(tree: Tree | undefined): boolean {
   for (let id = queue.pop(); id !== undefined; id = queue.pop()) {
     const node = tree.nodes[id];
     const { message } = node ?? {};
-    const isMessage = message?.role === "user" ? typeof message.text === "string" && Array.isArray(message.files) : Array.isArray(message?.parts);
+    const isMessage = message?.role === "user" ? typeof message.text === "string" && Array.isArray(message.files) && arePictures(message.pictures) : Array.isArray(message?.parts);
     if (!node || !isMessage || !Array.isArray(node.children) || reached.has(id)) return false;
     reached.add(id);
     queue.push(...node.children);

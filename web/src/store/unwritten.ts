@@ -1,7 +1,7 @@
 /** What was said in the last moments before the page was closed: writing it into the database may take longer than the page has left. */
 
 import { restore, settled, type Conversation } from "./database";
-import type { Tree } from "./tree";
+import type { Tree, TreeNode } from "./tree";
 
 const PREFIX = "jaxllm.unwritten.";
 
@@ -25,5 +25,12 @@ export async function recover(): Promise<void> {
 }
 
 function difference(now: Tree, written: Tree | undefined): Tree {
-  return { ...now, nodes: Object.fromEntries(Object.entries(now.nodes).filter(([id, node]) => written?.nodes[id] !== node)) };
+  const changed = Object.values(now.nodes).filter((node) => written?.nodes[node.id] !== node);
+  return { ...now, nodes: Object.fromEntries(changed.map((node) => [node.id, written?.nodes[node.id]?.message === node.message ? bare(node) : node])) };
+}
+
+/** The same without its pictures, for which there may be no room: older than any other copy, whose message is taken. */
+function bare(node: TreeNode): TreeNode {
+  if (node.message.role !== "user" || !node.message.pictures?.length) return node;
+  return { ...node, message: { ...node.message, pictures: [] }, revision: -1 };
 }
