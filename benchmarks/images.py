@@ -96,7 +96,8 @@ def measure(shape: str, isq: str) -> list[str]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(shape, Path(folder))
-        llm = LLM(folder, load_format="dummy", isq=isq, max_model_len=8192, max_num_seqs=8, kv_cache_memory="1GiB")
+        sizes: dict[str, Any] = {"max_num_seqs": 8, "decode_buckets": [1, 8], "prefill_buckets": [16, 512]}
+        llm = LLM(folder, load_format="dummy", isq=isq, max_model_len=8192, kv_cache_memory="1GiB", **sizes)
         with llm:
             seconds(llm, prompt(picture((512, 512), 0)))
             while llm.stats().compiles_pending:
