@@ -264,7 +264,7 @@ def test_a_picture_is_refused_where_the_template_would_leave_it_out(llm, monkeyp
     picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
     asked = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, picture]}]
     with pytest.raises(
-        InvalidRequestError, match=r"^messages\[0\]\.content\[1\] has type 'image_url'; only text is served"
+        InvalidRequestError, match=r"^messages\[0\]\.content\[1\] is an image, and this model sees no images"
     ):
         llm.chat(asked, SHORT, False)
     for content in ("What is this?", asked[0]["content"][:1]):

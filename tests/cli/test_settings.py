@@ -143,7 +143,10 @@ SAMPLES: dict[str, Any] = {
     "model_memory": "1GiB",
     "ray": True, "num_replicas": 3, "prefix_affinity": True, "replica_options": {"max_ongoing_requests": 9},
     "serve_any_model_name": True, "enable_force_include_usage": True, "enable_prompt_embeds": True,
-    "stream_interval": 4,
+    "stream_interval": 4, "logprobs_mode": "raw_logits", "threads": 3, "cpu_products": "bf16",
+    "compile_cache_max": "5MiB", "weight_cache_max": "6MiB", "media_cache_memory": "7MiB", "image_min_tokens": 16,
+    "image_max_tokens": 64, "limit_mm_per_prompt": {"image": 2}, "allowed_media_domains": "example.com",
+    "allowed_local_media_path": "/media",
 }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class AbstractTower(NamedTuple):
     between these parts."""
 
 
-class Piece(NamedTuple):
+class TowerPiece(NamedTuple):
     """One batch of the tower."""
 
     size: int
@@ -163,8 +163,8 @@ class ImagesFeature(Feature):
 
     def attach(self) -> None:
         self._store = RowStore(self._tower.num_rows)
-        self._pieces: queue.SimpleQueue[Piece] = queue.SimpleQueue()
-        self._in_tower: tuple[Piece, int] | None = None
+        self._pieces: queue.SimpleQueue[TowerPiece] = queue.SimpleQueue()
+        self._in_tower: tuple[TowerPiece, int] | None = None
         self._jobs = Jobs("images", urgent_threads=THREADS)
 
     def prepare(self, request: Request, asked: EngineRequest) -> SeenByRequest:
@@ -196,7 +196,7 @@ class ImagesFeature(Feature):
                 self.around.core.wake()
                 self._store.wait(image, piece.filled, extra)
 
-    def _pieces_of(self, image: StoredImage, seen: SeenImage, user: Waiter) -> Iterator[Piece]:
+    def _pieces_of(self, image: StoredImage, seen: SeenImage, user: Waiter) -> Iterator[TowerPiece]:
         """As many tiles together as the largest batch holds, from the first on that is not filled."""
         config, processor, most = self._config, self._tower.processor, max(self._tower.buckets)
         side = processor.patch
@@ -216,7 +216,7 @@ class ImagesFeature(Feature):
             filled = begin // config.patches_per_row
             to = np.full(size // config.patches_per_row, self._tower.num_rows, np.int32)
             to[: filled - first] = image.rows[first:filled]
-            yield Piece(size, to, batch, image, filled, user)
+            yield TowerPiece(size, to, batch, image, filled, user)
 
     def _keys(self, size: int) -> list[Key]:
         """The parts of the tower for a batch of this size, in order."""
