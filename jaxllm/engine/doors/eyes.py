@@ -7,7 +7,6 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -15,6 +14,7 @@ import numpy as np
 from jaxllm.config import EngineConfig
 from jaxllm.engine.messages import EngineInfo, PlacedImages, SeenImage
 from jaxllm.errors import InvalidRequestError
+from jaxllm.folders import in_home
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -100,7 +100,7 @@ class Eyes:
 
         if isinstance(image, str | os.PathLike):
             try:
-                image = Path(image).expanduser().read_bytes()
+                image = in_home(image).read_bytes()
             except OSError as error:
                 raise InvalidRequestError(f"the image {str(image)!r} cannot be read: {error.strerror}") from None
         bounds = limits.most, self._limits.most, any(limits) and self._info.most_image_rows

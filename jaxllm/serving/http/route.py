@@ -26,6 +26,9 @@ from jaxllm.wording import did_you_mean, shown
 
 logger = logging.getLogger(__name__)
 
+FILE_WORDS = (b'file"', b"document", b"\\u")
+"""One is in each small body with a file in it, if only as an escaped character."""
+
 T = TypeVar("T")
 Gained = TypeVar("Gained")
 Gaining = TypeVar("Gaining", contravariant=True)
@@ -98,8 +101,11 @@ class JSONRoute(APIRoute):
                 ignored_fields.set([] if state.config.unknown_fields == "warn" else None)
                 is_large = sum(map(len, pieces)) > json_body.SMALL_BODY
                 read = state.read_large(state.bodies.read, pieces) if is_large else None
-                value = self._parsed(b"".join(pieces)) if read is None else await read
-                parts = await asyncio.to_thread(list, file_parts(value)) if is_large else list(file_parts(value))
+                data = b"".join(pieces) if read is None else b""
+                value = self._parsed(data) if read is None else await read
+                parts = await asyncio.to_thread(list, file_parts(value)) if is_large else []
+                if any(word in data for word in FILE_WORDS):  # few bodies are searched
+                    parts = list(file_parts(value))
                 if len(parts) > MAX_FILES:
                     raise APIError(400, f"a request may have {MAX_FILES} files; this one has {len(parts)}")
                 for part, place in parts:
