@@ -107,7 +107,7 @@ def measure(shape: str, isq: str) -> list[str]:
                     image = picture(size, seed)
                     first, count = seconds(llm, prompt(image))
                 again, _ = seconds(llm, prompt(image))
-                text, _ = seconds(llm, {"prompt_token_ids": [9] * count})
+                text, _ = seconds(llm, {"prompt_token_ids": [9 + len(name)] * count})
                 rows.append(f"| {shape} {isq}, {name} | {count - 2} | {first:.2f} | {again:.2f} | {text:.2f} | – | – |")
             alone = gaps(llm, 200)
             many = [prompt(picture(SIZES["12 megapixels"], 10 + number)) for number in range(4)]
