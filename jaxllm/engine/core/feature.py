@@ -8,7 +8,7 @@ steps apart), and after `prepare` only for its own requests.
 The hooks in the order of a request's way, with the modules that call them:
 
     prepare, salt, needs, job         it is added (loop.py, runner.py): what it brings, and what must be ready for it
-    fits, first_read, keys, extend         it may begin (scheduler.py, pages.py): how much of its prefix is known
+    fits, first_read, keys, extend    it may begin (scheduler.py, pages.py): how much of its prefix is known
     place                             it has its slot and its pages (scheduler.py)
     ahead, depth, cut, scheduled      its tokens are chosen (scheduler.py), in each step
     before_step, seat, pack           the step is dispatched (runner.py): its slot is told, its fields are filled

@@ -17,6 +17,10 @@ PrefixNode = int | str | tuple | None
 """A place in the tree of cached prefixes: a root (the cache salt, or a tuple with it) or a page's node."""
 
 
+NO_TOKEN = 2**31
+"""Numbers from here on stand for something else than a token, where prefixes are compared; see `Feature.keys`."""
+
+
 class PagePool:
     """Reference-counted pages with prefix sharing.
 

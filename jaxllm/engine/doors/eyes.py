@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +13,7 @@ from jaxllm.config import EngineConfig
 from jaxllm.engine.messages import EngineInfo, PlacedImages, SeenImage
 from jaxllm.errors import InvalidRequestError
 from jaxllm.folders import in_home
+from jaxllm.recent import Recent
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -55,9 +54,7 @@ class Eyes:
         self._limits = limits
         self._info = info
         self._most_images = most_images
-        self._kept: OrderedDict[bytes, SeenImage] = OrderedDict()
-        self._kept_bytes = 0
-        self._lock = threading.Lock()
+        self._kept: Recent[SeenImage] = Recent(KEPT_BYTES, lambda image: len(image.pixels))
         self.placeholder = tokenizer.backend.id_to_token(processor.placeholder)
         """The text that stands for an image in a prompt."""
         tokens = {processor.placeholder, processor.image}
@@ -109,10 +106,10 @@ class Eyes:
         limits = RowLimits(least and min(least, most or least), most)
         if isinstance(image, bytes):
             key = hashlib.sha256(image).digest() + repr(limits).encode()
-            found = self._find(key)
+            found = self._kept.get(key)
             if found is None:
                 found = self._seen(decode_image(image), limits)
-                self._keep(key, found)
+                self._kept.put(key, found)
             return found
         if isinstance(image, np.ndarray):
             if image.dtype != np.uint8 or image.ndim != 3 or image.shape[2] != 3 or 0 in image.shape:
@@ -151,17 +148,3 @@ class Eyes:
         digest = hashlib.sha256(pixels)
         digest.update(repr(grid).encode())
         return SeenImage(digest.digest(), pixels, grid.tiles, grid.cut, processor.rows(grid))
-
-    def _find(self, key: bytes) -> SeenImage | None:
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            return self._kept.get(key)
-
-    def _keep(self, key: bytes, image: SeenImage) -> None:
-        with self._lock:
-            if key not in self._kept:
-                self._kept[key] = image
-                self._kept_bytes += len(image.pixels)
-            while self._kept_bytes > KEPT_BYTES:
-                self._kept_bytes -= len(self._kept.popitem(last=False)[1].pixels)

@@ -16,7 +16,7 @@ import msgspec
 
 from jaxllm.config.parts import KVEventsConfig
 from jaxllm.engine.core.feature import Feature
-from jaxllm.engine.core.pages import PagePool, PrefixNode
+from jaxllm.engine.core.pages import NO_TOKEN, PagePool, PrefixNode
 from jaxllm.errors import ConfigError
 from jaxllm.threads import start_thread
 
@@ -109,7 +109,7 @@ class KVEvents(Feature):
             self._publish(events)
 
     def _stored(self, node: PrefixNode, parent: PrefixNode, tokens: Sequence[int]) -> None:
-        if (parent != self._root and parent not in self._hashes) or max(tokens) >= 2**31:  # rows of an image
+        if (parent != self._root and parent not in self._hashes) or max(tokens) >= NO_TOKEN:
             return
         before = self._hashes.get(parent)
         own = self._hashes[node] = hash_of(before, tokens)

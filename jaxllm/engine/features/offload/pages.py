@@ -8,18 +8,18 @@ import hashlib
 import logging
 import os
 import secrets
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxllm.engine.core.pages import PrefixNode
+from jaxllm.engine.core.pages import NO_TOKEN, PrefixNode
 from jaxllm.errors import ConfigError
 from jaxllm.folders import UNFINISHED, make_private, others_may_write, write_whole
+from jaxllm.recent import Recent
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,6 @@ Digest = bytes
 """32 bytes: of a prefix that ends with a full page, or of the state after one."""
 Page = np.ndarray
 """The content of one page, or the states of all layers after a prefix: uint8 `[nbytes]`, never changed."""
-Kept = TypeVar("Kept")
 
 CHECKSUM = 16
 """Bytes at a file's beginning: a digest of its name and of what follows."""
@@ -43,51 +42,18 @@ class CacheRow(NamedTuple):
     number: int
 
 
-class _Budgeted(Generic[Kept]):
-    """As many pages and states as a budget in bytes holds, the longest unused first. Any thread may use it."""
-
-    def __init__(self, budget: int, kept: OrderedDict[Digest, Kept], nbytes_of: Callable[[Kept], int]):
-        self.budget = budget
-        self._kept, self._nbytes_of = kept, nbytes_of
-        self.nbytes = sum(map(nbytes_of, kept.values()))
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __contains__(self, digest: Digest) -> bool:
-        return digest in self._kept
-
-    def get(self, digest: Digest) -> Kept | None:
-        with self._lock:
-            if digest in self._kept:
-                self._kept.move_to_end(digest)
-            return self._kept.get(digest)
-
-    def _keep(self, digest: Digest, kept: Kept) -> list[tuple[Digest, Kept]]:
-        dropped = []
-        with self._lock:
-            if digest not in self._kept:  # else another thread has kept it meanwhile
-                self._kept[digest] = kept
-                self.nbytes += self._nbytes_of(kept)
-            while self.nbytes > self.budget:
-                dropped.append(self._kept.popitem(last=False))
-                self.nbytes -= self._nbytes_of(dropped[-1][1])
-        return dropped
-
-
-class HostPages(_Budgeted[Page]):
+class HostPages(Recent[Page]):
     def __init__(self, budget: int, on_full: Callable[[Digest, Page], None] = lambda digest, page: None):
-        super().__init__(budget, OrderedDict(), lambda page: page.nbytes)
+        super().__init__(budget, lambda page: page.nbytes)
         self._on_full = on_full
 
     def add(self, digest: Digest, page: Page) -> None:
         if self.get(digest) is None:
-            for lost in self._keep(digest, page):
+            for lost in self.put(digest, page):
                 self._on_full(*lost)
 
 
-class DiskPages(_Budgeted[int]):
+class DiskPages(Recent[int]):
     """Pages and states in files, by size, each written whole and checked when read; processes may share a folder."""
 
     def __init__(self, folder: Path, name: str, budget: int, lengths: Collection[int]):
@@ -101,7 +67,7 @@ class DiskPages(_Budgeted[int]):
             make_private(self._folder)
             if any(others_may_write(place.stat()) for place in (folder, self._folder)):
                 raise ConfigError(f"kv_offload_dir is {str(folder)!r}, and others than this user may write there")
-            super().__init__(budget, self._found(), lambda nbytes: nbytes)
+            super().__init__(budget, lambda nbytes: nbytes, self._found())
         except OSError as error:
             raise ConfigError(f"kv_offload_dir is {str(folder)!r}: {error.strerror}") from None
 
@@ -115,7 +81,7 @@ class DiskPages(_Budgeted[int]):
         except OSError as error:
             self._complain("written", error)
             return
-        for old, _ in self._keep(digest, page.nbytes + CHECKSUM):
+        for old, _ in self.put(digest, page.nbytes + CHECKSUM):
             self._path(old).unlink(missing_ok=True)
 
     def read(self, digest: Digest) -> Page | None:
@@ -125,12 +91,12 @@ class DiskPages(_Budgeted[int]):
         except OSError as error:
             if not isinstance(error, FileNotFoundError):
                 self._complain("read", error)
-            self._forget(digest)
+            self.forget(digest)
             return None
         checksum, page = content[:CHECKSUM].tobytes(), content[CHECKSUM:]
         if page.nbytes not in self._lengths or _checksum(digest, page) != checksum:
             logger.warning("%s is damaged, and deleted", self._path(digest))
-            self._forget(digest)
+            self.forget(digest)
             self._path(digest).unlink(missing_ok=True)
             return None
         self._touch(digest)
@@ -157,10 +123,6 @@ class DiskPages(_Budgeted[int]):
         self.get(digest)
         with contextlib.suppress(OSError):  # another process has deleted it
             os.utime(self._path(digest))
-
-    def _forget(self, digest: Digest) -> None:
-        with self._lock:
-            self.nbytes -= self._kept.pop(digest, 0)
 
     def _complain(self, what: str, error: OSError) -> None:
         if not self._complained:
@@ -211,8 +173,8 @@ def of_state(prefix: Digest) -> Digest:
 
 def longer(before: Digest, tokens: Sequence[int]) -> Digest:
     """The digest of a prefix that `tokens` make longer; rows of images have numbers that no token has."""
-    small = array.array("i", [token if token < 2**31 else -1 for token in tokens]).tobytes()
-    rows = b"".join(token.to_bytes(36) for token in tokens if token >= 2**31)
+    small = array.array("i", [token if token < NO_TOKEN else -1 for token in tokens]).tobytes()
+    rows = b"".join(token.to_bytes(36) for token in tokens if token >= NO_TOKEN)
     return hashlib.blake2b(before + small + rows, digest_size=32).digest()
 
 
