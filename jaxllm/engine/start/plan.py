@@ -62,7 +62,7 @@ class EnginePlan(Limits):
     draft_bytes: int
     """Bytes that the weights of a draft model, or of a module that drafts, take."""
     tower_bytes: int
-    """Bytes that a tower's weights take, and its rows of images."""
+    """Bytes that a tower's weights take, its rows of images, and the batch that is in it."""
     image_rows: int
     """Rows of images that are kept; 0: none are seen."""
     buckets: Buckets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,7 +43,7 @@ class TowerBlueprint:
     spec: VisionSpec
     tower: AbstractTower
     num_bytes: int
-    """Bytes of a device for its weights and the rows."""
+    """Bytes of a device for its weights, the rows, and the batch that is in it, of float32 at most."""
     workspace_bytes: int
 
 
@@ -77,18 +78,16 @@ def tower_blueprint(
         sizes.append(4 * sizes[-1])
     blocks = spec.tower.blocks
     width = 2 * spec.tower.inputs + 8 * blocks.hidden_size + 3 * blocks.intermediate_size
-    return TowerBlueprint(
-        spec,
-        AbstractTower(
-            model, params, processor, num_rows, {size: parts_of(spec.tower, size, platform) for size in sizes}
-        ),
-        weight_bytes(params, options.tp) + num_rows * row_bytes,
-        4 * sizes[-1] * width,
+    tower = AbstractTower(
+        model, params, processor, num_rows, {size: parts_of(spec.tower, size, platform) for size in sizes}
     )
+    kept = sum(math.prod(shape) for name, shape in tower.shapes.items() if name != "rows")
+    num_bytes = weight_bytes(params, options.tp) + num_rows * row_bytes + kept * 4
+    return TowerBlueprint(spec, tower, num_bytes, 4 * sizes[-1] * width)
 
 
 def parts_of(tower: TowerConfig, patches: int, platform: Platform) -> tuple[range, ...]:
-    """The layers that run together: on a CPU about as many as take a twentieth of a second, elsewhere all."""
+    """The layers that run together: on a CPU about as many as take a fortieth of a second, elsewhere all."""
     blocks, count = tower.blocks, tower.blocks.num_layers
     products = (4 * blocks.hidden_size + (3 if blocks.gated_mlp else 2) * blocks.intermediate_size) * blocks.hidden_size
     operations = 2 * patches * (products + 2 * min(patches, MOST_SEEN) * blocks.hidden_size) * count

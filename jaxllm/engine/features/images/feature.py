@@ -8,9 +8,9 @@ request have been enqueued it is scheduled like any other.
 from __future__ import annotations
 
 import queue
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +51,16 @@ class AbstractTower(NamedTuple):
     buckets: dict[int, tuple[range, ...]]
     """Patches that a batch of the tower is padded to, ascending, and the layers that then run together: decodes go on
     between these parts."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of what is kept on the devices; see `ImagesFeature`."""
+        config, most = self.model.config, max(self.buckets)
+        return {
+            "rows": (self.num_rows, config.row_size),
+            "patches": (most, config.blocks.hidden_size),
+            "deep": (len(config.deepstack), most // config.patches_per_row, config.merger.products[-1].size),
+        }
 
 
 class TowerPiece(NamedTuple):
@@ -119,14 +129,8 @@ class ImagesFeature(Feature):
         return Plan(late=[*towers, *(Key("backbone", size, frozenset({f"{self.name}1"})) for size in buckets.prefill)])
 
     def part(self, state: StateShapes) -> Any:
-        config, most, dtype = self._config, max(self._tower.buckets), state.sizes.dtype
-        shapes = {
-            "rows": (self._tower.num_rows, config.row_size),
-            "patches": (most, config.blocks.hidden_size),
-            "deep": (len(config.deepstack), most // config.patches_per_row, config.merger.products[-1].size),
-        }
-        dtypes = {"rows": dtype, "patches": state.hidden_dtype, "deep": dtype}
-        return {name: state.replicated(shape, dtypes[name]) for name, shape in shapes.items()}
+        dtypes = {"rows": state.sizes.dtype, "patches": state.hidden_dtype, "deep": state.sizes.dtype}
+        return {name: state.replicated(shape, dtypes[name]) for name, shape in self._tower.shapes.items()}
 
     def uses(self, key: Key, uses: Uses) -> Uses:
         if key.kind == "put":
@@ -197,25 +201,25 @@ class ImagesFeature(Feature):
                 self._store.wait(image, piece.filled, extra)
 
     def _pieces_of(self, image: StoredImage, seen: SeenImage, user: Waiter) -> Iterator[TowerPiece]:
-        """As many tiles together as the largest batch holds, from the first on that is not filled."""
+        """As many tiles together as the largest batch holds, without those that are filled."""
         config, processor, most = self._config, self._tower.processor, max(self._tower.buckets)
         side = processor.patch
         pixels = np.frombuffer(seen.pixels, np.uint8).reshape(-1, side, side, 3)
-        ends = list(accumulate(height * width for height, width in seen.tiles))
-        begin = image.filled * config.patches_per_row
-        while begin < ends[-1]:
-            tiles = [tile for tile, end in zip(seen.tiles, ends, strict=True) if end > begin]
-            count = 1
-            while count < len(tiles) and packed_patches(config, Grid(tuple(tiles[: count + 1]))) <= most:
-                count += 1
-            grid = Grid(tuple(tiles[:count]))
+        waiting, end = deque(seen.tiles), 0
+        while waiting:
+            tiles = [waiting.popleft()]
+            while waiting and packed_patches(config, Grid((*tiles, waiting[0]))) <= most:
+                tiles.append(waiting.popleft())
+            grid = Grid(tuple(tiles))
+            begin, end = end, end + grid.patches
+            rows = image.rows[begin // config.patches_per_row : end // config.patches_per_row]
+            filled = end // config.patches_per_row
+            if filled <= image.filled:
+                continue
             size = smallest_covering(tuple(self._tower.buckets), packed_patches(config, grid))
-            patches = processor.normalized(pixels[begin : begin + grid.patches])
-            batch = pack(config, [(patches, grid)], size)
-            first, begin = begin // config.patches_per_row, begin + grid.patches
-            filled = begin // config.patches_per_row
             to = np.full(size // config.patches_per_row, self._tower.num_rows, np.int32)
-            to[: filled - first] = image.rows[first:filled]
+            to[: len(rows)] = rows
+            batch = pack(config, [(processor.normalized(pixels[begin:end]), grid)], size)
             yield TowerPiece(size, to, batch, image, filled, user)
 
     def _keys(self, size: int) -> list[Key]:
@@ -321,13 +325,15 @@ class _Placed(Traced):
         x = self._x
         meta = replace(meta, images=ImageRows(self._rows, x["image_row"]))
         if "image_places" in x:
-            others = jnp.broadcast_to(meta.positions, x["image_places"].shape)
-            others = others if meta.rope_places is None else meta.rope_places
-            meta = replace(meta, rope_places=jnp.where(x["image_places"] >= 0, x["image_places"], others))
+            assert meta.rope_places is not None, "the RopeShiftFeature is asked first"
+            meta = replace(meta, rope_places=jnp.where(x["image_places"] >= 0, x["image_places"], meta.rope_places))
         if "visible_until" in x:
             until = jnp.where(x["visible_until"] >= 0, x["visible_until"], meta.positions)
             meta = replace(meta, visible_until=until)
         return meta
+
+
+PUT_SHIFT = Key("put", 0, frozenset({"rope_shift"}))
 
 
 class RopeShiftFeature(Feature):
@@ -348,11 +354,10 @@ class RopeShiftFeature(Feature):
         return asked.images.delta if asked.images is not None and asked.images.delta else None
 
     def needs(self, request: Request, extra: int) -> Iterable[Key]:
-        return [Key("put", 0, frozenset({self.name}))]
+        return [PUT_SHIFT]
 
     def seat(self, request: Request, extra: int) -> None:
-        put = Key("put", 0, frozenset({self.name}))
-        self.around.device.run(put, np.array([request.slot], np.int32), np.int32(extra))
+        self.around.device.run(PUT_SHIFT, np.array([request.slot], np.int32), np.int32(extra))
 
     def traced(self, step: TracedStep) -> Traced:
         return _Shifted(self.name)

@@ -22,12 +22,14 @@ class StoredImage:
         users: requests that hold it.
         filled: rows of its first tiles for which the tower's work has been enqueued.
         owner: the request that has it encoded, until it is whole; None if another must take over.
+        is_forgotten: nobody finds it any more.
     """
 
     rows: Int[np.ndarray, "R"]
     users: int = 0
     filled: int = 0
     owner: object | None = None
+    is_forgotten: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -52,6 +54,7 @@ class RowStore:
     capacity: int
     num_encoded: int = 0
     num_found: int = 0
+    num_held: int = 0
     closed: bool = False
     _images: OrderedDict[bytes, StoredImage] = field(default_factory=OrderedDict)
     _changed: threading.Condition = field(default_factory=threading.Condition)
@@ -75,6 +78,7 @@ class RowStore:
                 self._changed.wait_for(lambda: self._is_over(user) or (self._turns[0] is user and self._has(wanted)))
                 self._check(user)
                 user.held = [self._hold(image) for image in images]
+                self.num_held += len(user.held)
             finally:
                 self._turns.remove(user)
                 self._changed.notify_all()
@@ -106,18 +110,22 @@ class RowStore:
         with self._changed:
             user.is_over = True
             held, user.held = user.held, []
+            self.num_held -= len(held)
             for image in held:
                 image.users -= 1
                 if image.owner is user and not image.is_whole:
                     image.owner = None
+                if image.is_forgotten and not image.users:
+                    self._free += image.rows.tolist()
             self._changed.notify_all()
 
     def forget(self) -> None:
         """Later requests have their images encoded anew."""
         with self._changed:
             for digest, image in list(self._images.items()):
+                image.is_forgotten = True
                 if image.users:
-                    self._images[digest + b"old"] = self._images.pop(digest)
+                    del self._images[digest]
                 else:
                     self._drop(digest)
 
@@ -125,11 +133,6 @@ class RowStore:
         with self._changed:
             self.closed = True
             self._changed.notify_all()
-
-    @property
-    def num_held(self) -> int:
-        """Images that requests hold."""
-        return sum(image.users > 0 for image in self._images.values())
 
     def _is_over(self, user: Waiter) -> bool:
         return self.closed or user.is_over
