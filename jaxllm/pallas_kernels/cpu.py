@@ -135,27 +135,21 @@ def packed_attention(
     k: Float[Array, "T K D"],
     v: Float[Array, "T K D"],
     meta: StepMetadata,
-    *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
+    **options: Any,
 ) -> Float[Array, "T H D"]:
     """`reference.packed_attention` over pages of the step's own, in which each token sees up to its text's last."""
-    if window is not None:
-        return reference.packed_attention(q, k, v, meta, scale=scale, window=window, softcap=softcap)
+    if options["window"] is not None:
+        return reference.packed_attention(q, k, v, meta, **options)
     count, lengths = len(q), meta.context_len
-    ends = jnp.cumsum(-(-lengths // OWN_PAGE))
-    begins = ends - -(-lengths // OWN_PAGE)
-    num_pages = count // OWN_PAGE + len(lengths) + 1
-    table = jnp.minimum(1 + begins[:, None] + jnp.arange(-(-count // OWN_PAGE)), num_pages - 1)
+    pages = -(-lengths // OWN_PAGE)
+    begins = 1 + jnp.cumsum(pages) - pages
+    num_pages = 1 + count // OWN_PAGE + len(lengths)
+    table = jnp.minimum(begins[:, None] + jnp.arange(-(-count // OWN_PAGE)), num_pages - 1)
     text = jnp.minimum(meta.seq_ids, len(lengths) - 1)
-    positions = jnp.arange(count) - meta.query_start[text]
+    positions, last = jnp.arange(count) - meta.query_start[text], lengths[text] - 1
     empty = jnp.zeros((num_pages, k.shape[1], OWN_PAGE, k.shape[2]), stored_as_bits(q.dtype))
-    out, _ = cpu_kernels.attention(
-        q, k, v, (empty, empty), positions, meta.seq_ids, table, scale=scale, softcap=softcap,
-        visible_until=lengths[text] - 1,
-    )  # fmt: skip
-    return out
+    places = positions, meta.seq_ids, table
+    return cpu_kernels.attention(q, k, v, (empty, empty), *places, visible_until=last, **options)[0]
 
 
 def causal_conv(

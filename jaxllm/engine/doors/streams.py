@@ -38,10 +38,6 @@ class Place(NamedTuple):
     """As its caller has named it; several may bear the same name."""
 
 
-def _blind(info: EngineInfo) -> Eyes:
-    raise InvalidRequestError(f"the model {info.model_name} sees no images; only text is served")
-
-
 class Streams:
     """Reads what the engine says, on a thread of its own, and hands each delta to the stream that waits for it.
 
@@ -62,7 +58,7 @@ class Streams:
         limit: int | None = None,
         start: Callable[..., EngineClient],
         revived: bool = False,
-        open_eyes: Callable[[EngineInfo], Eyes] = _blind,
+        open_eyes: Callable[[EngineInfo], Eyes] | None = None,
     ):
         """`start` starts another engine like `client`: its first argument is an event that ends a start under way."""
         self.client = client
@@ -95,6 +91,7 @@ class Streams:
     @cached_property
     def eyes(self) -> Eyes:
         """What prepares images for the model. Raises InvalidRequestError: it sees none."""
+        assert self._open_eyes is not None, "whoever opens an engine says how"
         return self._open_eyes(self.client.info)
 
     def check_process(self) -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int, UInt8
-from PIL import Image
 
 from jaxllm.errors import InvalidRequestError
 from jaxllm.weights.fields import FLAG, NULL, OBJECT, FieldKind, FieldKinds, check_fields, either, real, whole
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 Colours = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of red, green and blue
 CLIP: Colours = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)

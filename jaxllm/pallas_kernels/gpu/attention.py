@@ -63,7 +63,8 @@ def paged_attention(
         pages = write_pages(pages, k, v, meta)
     elif k.shape[1]:
         q, pages = rotate_and_store(q, k, v, pages, meta, spec, angles, norms, unsummed)
-    if options.visible_until is not None and v is not None:  # a step with images alone pays for it
+    if options.visible_until is not None:  # a step with images alone pays for it
+        assert v is not None, "no model of latent attention sees later tokens"
         return reference.paged_attention(q, k[:, :0], v[:, :0], pages, meta, **given)
     return attend_to_pages(q, pages, meta, spec, per_head), pages
 

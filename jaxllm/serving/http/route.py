@@ -103,8 +103,10 @@ class JSONRoute(APIRoute):
                 read = state.read_large(state.bodies.read, pieces) if is_large else None
                 data = b"".join(pieces) if read is None else b""
                 value = self._parsed(data) if read is None else await read
-                parts = await asyncio.to_thread(list, file_parts(value)) if is_large else []
-                if any(word in data for word in FILE_WORDS):  # few bodies are searched
+                parts = []
+                if is_large:
+                    parts = await asyncio.to_thread(list, file_parts(value))
+                elif any(word in data for word in FILE_WORDS):  # few bodies are searched
                     parts = list(file_parts(value))
                 if len(parts) > MAX_FILES:
                     raise APIError(400, f"a request may have {MAX_FILES} files; this one has {len(parts)}")
