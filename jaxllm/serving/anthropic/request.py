@@ -12,7 +12,7 @@ from jaxllm.chat.conversation import MAX_TOOLS, TOOL_NAME, Tool
 from jaxllm.errors import Field as Place
 from jaxllm.requests.sampling import MAX_STOP_STRINGS
 from jaxllm.serving.anthropic import blocks
-from jaxllm.serving.anthropic.blocks import ContextManagement
+from jaxllm.serving.anthropic.context import ContextManagement
 from jaxllm.serving.http.request_model import Cacheable, KeepAliveFields, ModelFields, RequestModel, refuse
 from jaxllm.wording import shown
 

@@ -19,7 +19,6 @@ from jaxllm.requests.structured_outputs import StructuredOutputs
 from jaxllm.serving.anthropic import message as answers
 from jaxllm.serving.anthropic import request as bodies
 from jaxllm.serving.anthropic.blocks import (
-    ClearToolUses,
     ImageBlockParam,
     TextBlockParam,
     ThinkingBlockParam,
@@ -29,6 +28,7 @@ from jaxllm.serving.anthropic.blocks import (
     Turn,
     template_call_id,
 )
+from jaxllm.serving.anthropic.context import ClearToolUses
 from jaxllm.serving.call import ClientCall, chunk_stream, open_call
 from jaxllm.serving.generation import Generation, GenerationSettings, begin_reply
 from jaxllm.serving.http.answers import json_response, left_out, returns

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from jaxllm.serving.anthropic.blocks import CLEARED, ClearThinking, ClearToolUses, Turn
+from jaxllm.serving.anthropic.blocks import Turn
+from jaxllm.serving.anthropic.context import CLEARED, ClearThinking, ClearToolUses
 from jaxllm.serving.anthropic.request import MessagesRequest
 from tests.serving.anthropic.shared import ScriptedEngine
 from tests.support.covers import covers

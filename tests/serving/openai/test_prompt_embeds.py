@@ -17,7 +17,7 @@ from fastapi.testclient import TestClient
 from safetensors.numpy import save
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.serving.openai.completions import read_prompt_embeds
+from jaxllm.serving.openai.prompt_embeds import read_prompt_embeds
 from tests.serving.fake_engine import HIDDEN_SIZE, FakeEngine
 from tests.support.covers import covers
 
