@@ -10,13 +10,14 @@ import hashlib
 import json
 import re
 import sys
+import threading
+from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jaxllm.errors import Field, InvalidRequestError, one_line
 from jaxllm.own_process import AskedProcesses, Died, TimedOut, answer_questions
-from jaxllm.recent import Recent
 from jaxllm.requests.closed_schema import closed
 from jaxllm.requests.gbnf import gbnf_to_lark, is_gbnf
 from jaxllm.requests.schema import UnenforceableError, plain
@@ -253,6 +254,28 @@ def end_compiling() -> None:
     _processes.close()
 
 
+class GrammarCache:
+    """The grammars last used, as many as `max_characters` hold. Any thread may use it."""
+
+    def __init__(self, max_characters: int):
+        self._left = max_characters
+        self._grammars: OrderedDict[bytes, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def get(self, key: bytes) -> str | None:
+        with self._lock:
+            if key in self._grammars:
+                self._grammars.move_to_end(key)
+            return self._grammars.get(key)
+
+    def put(self, key: bytes, grammar: str) -> None:
+        with self._lock:
+            self._left += len(self._grammars.pop(key, "")) - len(grammar)
+            self._grammars[key] = grammar
+            while self._left < 0:
+                self._left += len(self._grammars.popitem(last=False)[1])
+
+
 class GrammarProcesses(AskedProcesses):
     """At most MAX_PROCESSES at once, started when they are needed; waiting for one does not hold up the others."""
 
@@ -279,7 +302,7 @@ class GrammarProcesses(AskedProcesses):
         return reply["grammar"]
 
 
-_compiled: Recent[str] = Recent(16 * 2**20, len)
+_compiled = GrammarCache(16 * 2**20)
 _processes = GrammarProcesses()
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from jaxllm.errors import InvalidRequestError
-from jaxllm.recent import Recent
 from jaxllm.requests.structured_outputs import (
     MAX_GRAMMAR_LENGTH,
+    GrammarCache,
     GrammarProcesses,
     StructuredOutputs,
     compile_grammar,
@@ -188,7 +188,7 @@ def test_a_long_list_of_choices_is_followed_or_refused():
 
 
 def test_grammars_are_kept_by_their_size():
-    cache = Recent[str](10, len)
+    cache = GrammarCache(10)
     cache.put(b"a", "12345")
     cache.put(b"b", "1234")
     assert cache.get(b"a") == "12345"
